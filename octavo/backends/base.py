@@ -1,0 +1,167 @@
+"""A device as the engine sees it: memory and transfers (`Device`), arithmetic (`Ops`), and what a step hands to them.
+
+`Ops` has a plain-torch default for every operation in `reference.py`; a backend overrides what it does better.
+Shapes: T tokens of the step, S sequences in it, R sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from octavo.backends.kv import KVSpec
+from octavo.errors import DeviceUnavailable, UsageError
+
+if TYPE_CHECKING:
+    from octavo.backends.reference import Ops
+
+DEVICES = {
+    "cpu": "octavo.backends.cpu.device:CpuDevice",
+    "reference": "octavo.backends.reference:ReferenceDevice",
+}
+"""Name to `module:attribute`, imported on use. `reference` is plain torch on the CPU."""
+
+
+@dataclass(frozen=True)
+class AttentionMeta:
+    """Where one KV group's tokens of this step lie. Built once a step for each group, shared by its layers.
+
+    Sequence s owns query rows `query_start[s]:query_start[s+1]`; they are the last positions of its `seq_lens[s]`.
+    Slot = block * page_size + offset in the block.
+    """
+
+    query_start: Tensor
+    """int32 [S + 1]"""
+    seq_lens: Tensor
+    """int32 [S], tokens in the cache once this step's are written"""
+    block_table: Tensor
+    """int32 [S, max_blocks]; entries past a sequence's blocks are 0 and never read"""
+    slots: Tensor
+    """int64 [T], where each token's key and value go"""
+    page_size: int
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """One step's input to a model."""
+
+    token_ids: Tensor
+    """int64 [T]"""
+    positions: Tensor
+    """int64 [T]"""
+    attention: tuple[AttentionMeta, ...]
+    """one a KV group, in the model's group order"""
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The P places in the logits that some penalty touches, with each place's own strengths."""
+
+    index: Tensor
+    """int64 [P], distinct flat indices row * V + token"""
+    count: Tensor
+    """float32 [P], times the token stands in the output so far"""
+    repetition: Tensor
+    """float32 [P]"""
+    frequency: Tensor
+    """float32 [P]"""
+    presence: Tensor
+    """float32 [P]"""
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """One row for each position to sample. A row with temperature 0 is greedy and ignores the filters and the key."""
+
+    temperature: Tensor
+    """float32 [R]"""
+    top_k: Tensor
+    """int32 [R]; 0 keeps all"""
+    top_p: Tensor
+    """float32 [R]; 1 keeps all"""
+    min_p: Tensor
+    """float32 [R]; 0 keeps all"""
+    keys: Tensor
+    """int64 [R], bits as unsigned: of (seed, choice, position, purpose); see `reference.exponential_noise`"""
+    all_greedy: bool
+    needs_filter: bool
+    """some row has top_k, top_p or min_p set"""
+    penalties: Penalties | None = None
+
+
+class KVCache:
+    """One layer's pages, in whatever layout its backend likes; only that backend looks inside."""
+
+    def __init__(self, k: Tensor, v: Tensor, page_size: int) -> None:
+        self.k, self.v, self.page_size = k, v, page_size
+
+
+class Device(ABC):
+    """Memory, transfers and facts of one kind of device. One instance a rank."""
+
+    name: str
+    default_page_size: int
+    page_multiple: int
+    """a page holds a multiple of this many tokens"""
+    dtypes: tuple[torch.dtype, ...]
+    """dtypes it computes in, the preferred one first"""
+    dist_backend: str
+    torch_device: torch.device
+    ops: Ops
+
+    @abstractmethod
+    def open(self, rank: int, threads: int | None) -> None:
+        """Takes hold of the device for this rank. Raises DeviceUnavailable."""
+
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Bytes (total, free for us to take)."""
+
+    def synchronize(self) -> None:  # noqa: B027 - a device without queues has nothing to wait for
+        """Waits until all queued work is done."""
+
+    def upload(self, host: Tensor) -> Tensor:
+        return host.to(self.torch_device)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
+    def capture(self, fn: Any, batch: ForwardBatch) -> Any | None:
+        """A replayable graph of `fn(batch)`, or None where the device has none."""
+        return None
+
+    def kv_bytes_per_page(self, spec: KVSpec, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one layer's page."""
+        return spec.elements_per_token() * page_size * dtype.itemsize
+
+    @abstractmethod
+    def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
+        """One layer's cache. Memory that is never written should cost nothing where the system allows."""
+
+
+def open_device(name: str, rank: int = 0, threads: int | None = None) -> Device:
+    """The device of that name, opened. Raises UsageError for an unknown name, DeviceUnavailable for an absent one."""
+    if name == "auto":
+        name = "cpu"
+    if name not in DEVICES:
+        raise unknown_device(name)
+    module, attribute = DEVICES[name].split(":")
+    device: Device = getattr(import_module(module), attribute)()
+    device.open(rank, threads)
+    return device
+
+
+def unknown_device(name: str) -> UsageError:
+    known: Sequence[str] = tuple(DEVICES)
+    if name in ("npu", "cuda", "gpu"):
+        return DeviceUnavailable(
+            f"--device {name}: this build of Octavo has no {name} backend, or the machine has no such device",
+            fix=f"use --device cpu (available: {', '.join(known)})", param="device",
+        )  # fmt: skip
+    return UsageError(f"--device {name} is unknown", fix=f"one of auto, {', '.join(known)}", param="device")

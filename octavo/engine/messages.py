@@ -1,0 +1,112 @@
+"""What API processes and the engine say to each other: msgpack over ZeroMQ (DEALER to ROUTER), in a 0700 directory.
+
+Each output message to a client carries a sequence number; the client acknowledges it. A client that finds a gap has
+lost tokens and fails its open requests; one that leaves too many unacknowledged is no longer scheduled until it
+catches up. A client is known to live by the lock it holds on `<client_id>.lock` in the same directory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.engine.types import Request, TokenEvent
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First message of a client; answered by `Ready` or `Failed`."""
+
+
+class AddRequest(msgspec.Struct, tag="add"):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Ends choices of a request (all when `choices` is None); each still gets its terminal event."""
+
+    request_id: str
+    choices: list[int] | None = None
+
+
+class Ack(msgspec.Struct, tag="ack"):
+    """All output messages up to `sequence` have been taken in."""
+
+    sequence: int
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """Asks the loop itself, not a side thread, for `Outputs` with fresh stats: an answer means that it is stepping."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Stop after running requests end (`drain`) or at once, aborting them."""
+
+    drain: bool
+
+
+ToEngine = Hello | AddRequest | Abort | Ack | Ping | Shutdown
+
+
+class EngineFacts(msgspec.Struct):
+    """What the engine found out while starting."""
+
+    pid: int
+    device: str
+    dtype: str
+    kernels: str
+    """the instruction set the kernels chose, or "reference" """
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    load_seconds: float
+
+
+class Stats(msgspec.Struct, omit_defaults=True):
+    """Counters since start and gauges of now; `/metrics` is made from them."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    last_step_tokens: int = 0
+
+
+class Progress(msgspec.Struct, tag="progress"):
+    """While starting: `done` of `total` bytes of weights loaded."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    facts: EngineFacts
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The engine cannot start; it exits after this."""
+
+    error: dict[str, Any]
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    sequence: int
+    """1, 2, 3, … for each client"""
+    events: list[TokenEvent]
+    stats: Stats
+    timings: dict[str, list[float]] = {}
+    """request id to [queued, first scheduled] seconds since the epoch, with a request's first event"""
+
+
+FromEngine = Progress | Ready | Failed | Outputs
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
