@@ -7,7 +7,6 @@ Shapes: T tokens of the step, S sequences in it, R sampled rows, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,16 +15,10 @@ import torch
 from torch import Tensor
 
 from octavo.backends.kv import KVSpec
-from octavo.errors import DeviceUnavailable, UsageError
+from octavo.backends.names import DEVICES, check_device
 
 if TYPE_CHECKING:
     from octavo.backends.reference import Ops
-
-DEVICES = {
-    "cpu": "octavo.backends.cpu.device:CpuDevice",
-    "reference": "octavo.backends.reference:ReferenceDevice",
-}
-"""Name to `module:attribute`, imported on use. `reference` is plain torch on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +142,8 @@ def open_device(name: str, rank: int = 0, threads: int | None = None) -> Device:
     """The device of that name, opened. Raises UsageError for an unknown name, DeviceUnavailable for an absent one."""
     if name == "auto":
         name = "cpu"
-    if name not in DEVICES:
-        raise unknown_device(name)
+    check_device(name)
     module, attribute = DEVICES[name].split(":")
     device: Device = getattr(import_module(module), attribute)()
     device.open(rank, threads)
     return device
-
-
-def unknown_device(name: str) -> UsageError:
-    known: Sequence[str] = tuple(DEVICES)
-    if name in ("npu", "cuda", "gpu"):
-        return DeviceUnavailable(
-            f"--device {name}: this build of Octavo has no {name} backend, or the machine has no such device",
-            fix=f"use --device cpu (available: {', '.join(known)})", param="device",
-        )  # fmt: skip
-    return UsageError(f"--device {name} is unknown", fix=f"one of auto, {', '.join(known)}", param="device")
