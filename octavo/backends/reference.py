@@ -70,9 +70,14 @@ class Ops:
         """Takes `weight` [N, K] and `bias` [N]; the caller forgets them."""
         return PackedLinear(weight.shape[1], weight.shape[0], (weight,), bias)
 
-    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """x [T, K] to x @ weight.T + bias [T, N], in x's dtype."""
-        return F.linear(x, packed.data[0], packed.bias)
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x [T, K] to x @ weight.T + bias [T, N], in `out_dtype` (x's when None; else float32, as logits need).
+
+        With float32 asked for, the sum is not rounded to x's dtype on the way.
+        """
+        if out_dtype in (None, x.dtype):
+            return F.linear(x, packed.data[0], packed.bias)
+        return F.linear(x.float(), packed.data[0].float(), None if packed.bias is None else packed.bias.float())
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMeta) -> None:
         """Writes k and v [T, kv_heads, head_dim] into the slots of `meta`."""
