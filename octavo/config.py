@@ -73,6 +73,8 @@ class EngineConfig:
     tensor_parallel_size: int
     threads: int | None
     seed: int
+    max_model_len_asked: bool = False
+    """the user named `max_model_len`: where the KV cache is too small for it, that is an error, not a shorter context"""
     max_unacked_messages: int = 256
     """Output messages an API process may leave unacknowledged before its requests are no longer scheduled."""
     warnings: tuple[str, ...] = field(default=())
@@ -126,7 +128,7 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
         block_size=args.block_size, gpu_memory_utilization=utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes, num_gpu_blocks_override=args.num_gpu_blocks_override,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, tensor_parallel_size=args.tensor_parallel_size,
-        threads=args.threads, seed=args.seed,
+        threads=args.threads, seed=args.seed, max_model_len_asked=args.max_model_len is not None,
     )  # fmt: skip
 
 
