@@ -33,7 +33,11 @@ class PackedLinear:
 
 
 class Ops:
-    """The operations a model is made of. Inputs are contiguous; results are new tensors unless said otherwise."""
+    """The operations a model is made of. Results are new tensors unless said otherwise.
+
+    Inputs are contiguous, but for q, k, v and rope's x [T, heads, head_dim], whose tokens may lie any distance apart:
+    they are views of one fused projection, and copying them apart would cost as much as the rotation.
+    """
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
         """Rows of `table` [V, H] for `token_ids` [T]: [T, H]."""
@@ -89,7 +93,7 @@ class Ops:
 
         Query heads h of one kv head are consecutive. With `window`, a token sees itself and the window - 1 before it.
         """
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)
         starts, lens = meta.query_start.tolist(), meta.seq_lens.tolist()
         for s, seq_len in enumerate(lens):
             rows = slice(starts[s], starts[s + 1])
