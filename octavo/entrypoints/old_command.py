@@ -1,0 +1,43 @@
+"""Starts today's server from a command line written for an older one, saying what changed."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+import click
+
+from octavo.errors import UsageError
+from octavo.tools.command import invoke
+from octavo.tools.old_flags import translate
+
+
+def run(command: click.Command, argv: Sequence[str], name: str) -> int:
+    """Exit code of `command`, given an old command line. Writes one line a changed flag to stderr."""
+    if "--help" in argv or "-h" in argv:
+        return invoke(command, ["--help"], name)
+    try:
+        translation = translate(argv)
+        if not translation.has_model and "--config" not in argv:
+            raise UsageError("--model is missing", fix="name one, such as --model smollm2", param="model")
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for line in translation.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    if "--host" not in [word.partition("=")[0] for word in translation.argv]:
+        print("note: listens on 127.0.0.1 only; for other machines give --host 0.0.0.0", file=sys.stderr)
+    print(f"note: {name} is today: octavo serve {shlex.join(_shown(translation.argv))}", file=sys.stderr)
+    return invoke(command, translation.argv, name)
+
+
+def _shown(argv: Sequence[str]) -> list[str]:
+    """The arguments, without the keys in them."""
+    shown = list(argv)
+    for i, word in enumerate(argv):
+        if word.startswith("--api-key="):
+            shown[i] = "--api-key=***"
+        elif i and argv[i - 1] == "--api-key":
+            shown[i] = "***"
+    return shown

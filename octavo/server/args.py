@@ -1,0 +1,203 @@
+"""The flags of every command that starts an engine: one table, flag to field of `EngineArgs` or `ServerArgs`.
+
+`options` makes click options of it, `collect` makes the two dataclasses of what click parsed. A flag that is not in
+this table does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from octavo.backends.names import check_device
+from octavo.config import DTYPES, EngineArgs, ServerArgs
+from octavo.errors import UsageError
+
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str | int) -> int:
+    """A count with an optional suffix, read as vLLM does: 32k is 32,000 and 32K is 32,768. Raises BadParameter."""
+    text = str(text).strip()
+    factor = SUFFIXES.get(text[-1:], 1)
+    try:
+        number = float(text[:-1] if factor > 1 else text) * factor
+        whole = int(number)
+    except (ValueError, OverflowError):
+        number, whole = 0.5, 0
+    if number != whole:
+        raise click.BadParameter(f"{text} is not a whole number such as 4096, 32k (32,000) or 32K (32,768).")
+    return whole
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One row of the table. `many` flags are given several times; `switch` flags take no value."""
+
+    names: str
+    field: str
+    type: Any
+    """what click takes as a type"""
+    help: str
+    many: bool = False
+    switch: bool = False
+    metavar: str | None = None
+    envvar: str | None = None
+
+
+_DTYPE = click.Choice(list(DTYPES))
+_LEVEL = click.Choice(["critical", "error", "warning", "info", "debug"])
+
+FLAGS: dict[str, tuple[Flag, ...]] = {
+    "Model": (
+        Flag("--served-model-name", "served_model_name", str, "Name in the API; the first is the main one.", many=True),
+        Flag("--tokenizer", "tokenizer", str, "Folder or tokenizer.json to use instead of the model's own."),
+        Flag("--chat-template", "chat_template", str, "Jinja template, or a file that holds one.", metavar="FILE|TEXT"),
+        Flag("--generation-config", "generation_config", str,
+             "auto: sampling defaults from the model; vllm: none; or a folder with generation_config.json."),
+        Flag("--max-model-len", "max_model_len", size, "Longest prompt and answer together, in tokens."),
+        Flag("--download-dir", "download_dir", str, "Where models by name are kept."),
+    ),
+    "Device and memory": (
+        Flag("--device", "device", str, "auto, cpu or reference (plain torch)."),
+        Flag("--dtype", "dtype", _DTYPE, "Arithmetic and KV cache; auto is the device's preferred one."),
+        Flag("--threads", "threads", int, "CPU threads of a rank; all cores when left out."),
+        Flag("-tp --tensor-parallel-size", "tensor_parallel_size", int, "Ranks that share one model."),
+        Flag("--gpu-memory-utilization --device-memory-utilization", "gpu_memory_utilization", float,
+             "Fraction of the device's memory to use."),
+        Flag("--kv-cache-memory-bytes", "kv_cache_memory_bytes", size, "Size of the KV cache, instead of a fraction."),
+        Flag("--num-gpu-blocks-override", "num_gpu_blocks_override", int, "Number of KV blocks, instead of a size."),
+        Flag("--block-size", "block_size", int, "Tokens in a KV block."),
+    ),
+    "Batching and sampling": (
+        Flag("--max-num-seqs", "max_num_seqs", int, "Sequences that run at once."),
+        Flag("--max-num-batched-tokens", "max_num_batched_tokens", size, "Tokens in one step."),
+        Flag("--max-logprobs", "max_logprobs", int, "Most logprobs that a request may ask for."),
+        Flag("--seed", "seed", int, "Seed for requests that bring none."),
+    ),
+    "Server": (
+        Flag("--host", "host", str, "Address to listen on; 0.0.0.0 is every interface."),
+        Flag("--port", "port", int, "Port to listen on."),
+        Flag("--api-key", "api_keys", str, "Bearer key that clients must send.", many=True, envvar="OCTAVO_API_KEY"),
+        Flag("--allowed-origins", "allowed_origins", str, "Origin that browsers may call from.", many=True),
+        Flag("--max-body-bytes", "max_body_bytes", size, "Larger request bodies are answered 413."),
+        Flag("--max-buffered-events", "max_buffered_events", int,
+             "Events held for a slow client before its request ends."),
+        Flag("--shutdown-timeout", "shutdown_timeout_s", float, "Seconds running requests may take after SIGTERM."),
+        Flag("--engine-restarts", "engine_restarts", int, "Times a dead engine is started again."),
+    ),
+    "Logs": (
+        Flag("--enable-log-requests", "log_requests", bool, "Log every request.", switch=True),
+        Flag("--enable-access-log", "access_log", bool, "Log every HTTP call.", switch=True),
+        Flag("--log-level --uvicorn-log-level", "log_level", _LEVEL, "How much to log."),
+    ),
+}  # fmt: skip
+
+_DEFAULTS = {f.name: f.default for owner in (EngineArgs, ServerArgs) for f in fields(owner) if f.default is not MISSING}
+
+
+class GroupedOption(click.Option):
+    """An option that knows under which heading of the help it stands."""
+
+    group = "Options"
+
+
+def options(owners: Sequence[type], config_file: bool = True) -> list[click.Parameter]:
+    """Click options for the fields of these dataclasses, and `--config`."""
+    wanted = {f.name for owner in owners for f in fields(owner)}
+    made: list[click.Parameter] = []
+    for group, flags in FLAGS.items():
+        made += [_option(flag, group) for flag in flags if flag.field in wanted]
+    if config_file:
+        made.append(
+            click.Option(
+                ["--config"], type=click.Path(), callback=_read_config, is_eager=True, expose_value=False,
+                help="YAML or JSON file of flags; flags on the command line win.", metavar="FILE",
+            )
+        )  # fmt: skip
+    return made
+
+
+def _option(flag: Flag, group: str) -> click.Option:
+    default = _DEFAULTS[flag.field]
+    shown = f"  [{default}]" if default is not None and default is not False and default != () else ""
+    option = GroupedOption(
+        [*flag.names.split(), flag.field], type=flag.type, help=flag.help + shown, multiple=flag.many,
+        is_flag=flag.switch, default=False if flag.switch else None, metavar=flag.metavar, envvar=flag.envvar,
+    )  # fmt: skip
+    option.group = group
+    return option
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """Makes the file's values click's defaults. Keys are flag names, with or without dashes, and `model`."""
+    if value is None:
+        return
+    import yaml
+
+    try:
+        read = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {value}: {error}", fix="give a YAML or JSON file of flags") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"--config {value} holds no mapping", fix="write lines such as 'max-num-seqs: 64'")
+    by_name = {name.lstrip("-"): p for p in ctx.command.params for name in (*p.opts, p.name or "")}
+    found: dict[str, Any] = {}
+    for key, setting in read.items():
+        known = by_name.get(str(key).replace("_", "-")) or by_name.get(str(key))
+        if known is None or known.name is None or known is param:
+            raise UsageError(f"--config {value}: unknown key {key}", fix="use the names that --help lists")
+        several = getattr(known, "multiple", False) and not isinstance(setting, list)
+        found[known.name] = [setting] if several else setting
+    ctx.default_map = found
+
+
+def collect(given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
+    """The settings that a parsed command line asks for.
+
+    Raises UsageError for a chat template that is neither a file nor a template, and for an unknown device.
+    """
+    check_device(given.get("device") or "auto")
+    if given.get("chat_template"):
+        given = {**given, "chat_template": _chat_template(given["chat_template"])}
+    given = {**given, "allowed_origins": _origins(given.get("allowed_origins") or ())}
+    return _make(EngineArgs, given), _make(ServerArgs, given)
+
+
+def _make(owner: Callable[..., Any], given: dict[str, Any]) -> Any:
+    names = {f.name for f in fields(owner)}  # type: ignore[arg-type]
+    return owner(**{k: v for k, v in given.items() if k in names and v is not None and v != () and v is not False})
+
+
+def _chat_template(value: str) -> str:
+    if "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--chat-template {value}: {error}", fix="give a readable file or the template itself",
+            param="chat_template",
+        ) from error  # fmt: skip
+
+
+def _origins(values: Sequence[str]) -> tuple[str, ...]:
+    """Origins one by one, or as the JSON list that vLLM's flag takes."""
+    found: list[str] = []
+    for value in values:
+        if not value.lstrip().startswith("["):
+            found.append(value)
+            continue
+        try:
+            read = json.loads(value)
+        except ValueError:
+            read = None
+        if not isinstance(read, list) or not all(isinstance(origin, str) for origin in read):
+            raise UsageError(f"--allowed-origins {value} is no JSON list of texts", fix="give one origin a flag")
+        found += read
+    return tuple(found)

@@ -1,0 +1,68 @@
+"""What all commands share: help in groups with examples, and errors as one line with the right exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from octavo.errors import OctavoError
+from octavo.tools.old_flags import hint
+
+INTERRUPTED = 130
+
+
+class Command(click.Command):
+    """A command whose options stand under headings and whose examples come first. `--max_num_seqs` is understood."""
+
+    def __init__(self, name: str, examples: str, **settings: Any) -> None:
+        context = {"token_normalize_func": lambda text: text.replace("_", "-"), "help_option_names": ["-h", "--help"]}
+        super().__init__(name, context_settings={**context, "max_content_width": 110}, **settings)
+        self.examples = examples
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Examples"):
+            for line in self.examples.strip().splitlines():
+                formatter.write(f"  {line.strip()}\n")
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record and isinstance(param, click.Option):
+                groups.setdefault(getattr(param, "group", "Options"), []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records, col_max=36)
+
+
+def invoke(command: click.Command, argv: Sequence[str], name: str) -> int:
+    """Runs a command and returns its exit code: 2 for what the user can correct, 130 when interrupted."""
+    try:
+        code = command.main(list(argv), prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except OctavoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except click.ClickException as error:
+        print(f"error: {_describe(error)}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush does not fail as well
+        return 1
+
+
+def _describe(error: click.ClickException) -> str:
+    """Cause and fix in one line."""
+    context = getattr(error, "ctx", None)
+    see = f" ({context.command_path} --help lists all)" if context is not None else ""
+    if isinstance(error, click.NoSuchOption):
+        near = get_close_matches(error.option_name, error.possibilities or (), n=1)
+        fix = hint(error.option_name) or (f"did you mean {near[0]}?" if near else "")
+        return f"unknown flag {error.option_name}{'; fix: ' + fix if fix else ''}{see}"
+    return " ".join(error.format_message().split()) + see
