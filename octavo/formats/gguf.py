@@ -10,7 +10,6 @@ import itertools
 import math
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from octavo.errors import BadModelFile
-from octavo.formats.mapped import map_file
+from octavo.formats.mapped import TensorFile, TensorInfo, map_file
 
 MAX_HEADER_BYTES = 256 << 20
 MAX_ARRAY_ITEMS = 4 << 20
@@ -29,6 +28,9 @@ MAX_DIMS = 4
 MAX_NAME_BYTES = 1024
 """of a metadata key or a tensor's name"""
 
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""quantized types that Octavo can use"""
+
 _MAGIC = b"GGUF"
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -38,28 +40,12 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor's place in the file. `shape` is in torch's order (slowest axis first); `type` as ggml names it."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    offset: int
-    """bytes from the start of the file"""
-    nbytes: int
-
-
-class GGUFFile:
+class GGUFFile(TensorFile):
     """A mapped file: `metadata` as plain Python values, `tensors` by name in the file's order."""
 
     def __init__(self, path: Path, metadata: dict[str, Any], tensors: dict[str, TensorInfo], view: mmap.mmap) -> None:
-        self.path, self.metadata, self.tensors, self._view = path, metadata, tensors, view
-
-    def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor's bytes as they stand in the file: uint8 [nbytes], not writable, not copied."""
-        info = self.tensors[name]
-        return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
+        super().__init__(path, tensors, view)
+        self.metadata = metadata
 
 
 def read_gguf(path: Path | str) -> GGUFFile:

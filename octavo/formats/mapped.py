@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from octavo.errors import BadModelFile
 
+PLAIN_TYPES = ("F32", "F16", "BF16")
+"""floats that GGUF and safetensors both hold, and that need nothing beside them"""
+
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor's place in its file. `shape` is in torch's order (slowest axis first)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    """as ggml or safetensors name it; both say F32, F16, BF16"""
+    offset: int
+    """bytes from the start of the file"""
+    nbytes: int
+
+
+class TensorFile:
+    """A mapped file and its tensors by name, in the file's order."""
+
+    def __init__(self, path: Path, tensors: dict[str, TensorInfo], view: mmap.mmap) -> None:
+        self.path, self.tensors, self._view = path, tensors, view
+
+    def data(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The tensor's bytes as they stand in the file: uint8 [nbytes], not writable, not copied."""
+        info = self.tensors[name]
+        return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
 
 
 def map_file(path: Path) -> mmap.mmap:
