@@ -24,6 +24,10 @@ class RopeSpec:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: whether the ends of the ramp are rounded to whole channels"""
+    factors: tuple[float, ...] = ()
+    """with scaling "factors": what each of the rotary_dim / 2 frequencies is divided by"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,10 @@ class Weight:
 
 
 class ConfigReader:
-    """Reads a config dict and remembers which keys were looked at, so that an unknown one is named and not ignored."""
+    """Reads a config dict and remembers which keys were looked at, so that an unknown one is named and not ignored.
+
+    `source` stands in messages: the file, and the object in it.
+    """
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config, self.source = config, source
@@ -91,14 +98,24 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            raise BadModelFile(f"{self.source}: {key!r} is missing", fix="use the model's own config.json")
+            raise BadModelFile(f"{self.source}: {key!r} is missing", fix="use the model's own file")
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        if float in kinds and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000:
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(k.__name__ for k in kinds)
-            raise BadModelFile(f"{self.source}: {key!r} is {value!r}, not {wanted}", fix="correct config.json")
+            shown = repr(value)[:100]
+            raise BadModelFile(f"{self.source}: {key!r} is {shown}, not {wanted}", fix="use the model's own file")
         return value
+
+    def only(self, key: str, *values: Any, fix: str = "use another model") -> None:
+        """Raises BadModelFile unless the key is absent, null or one of `values`, which are all that we can do."""
+        value = self.optional(key)
+        if value is not None and value not in values:
+            raise BadModelFile(
+                f"{self.source}: {key!r} is {repr(value)[:100]}, which Octavo does not support",
+                limit=" or ".join(map(repr, values)), fix=fix,
+            )  # fmt: skip
 
     def optional(self, key: str) -> Any:
         """The value or None, of any type."""
@@ -114,6 +131,6 @@ class ConfigReader:
         unknown = sorted(set(self.config) - self._seen)
         if unknown:
             raise BadModelFile(
-                f"{self.source}: unknown key{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}",
+                f"{self.source}: unknown key{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown[:20]))}",
                 fix="the model may need what Octavo does not know; remove the keys if they change nothing",
             )
