@@ -1,0 +1,165 @@
+"""Text to token ids and back, whatever file the tokenizer came from.
+
+Encoding is the `tokenizers` library's. Decoding is ours: each token stands for fixed bytes, so a text is the UTF-8
+decoding of its tokens' bytes (invalid sequences become U+FFFD), and a stream of tokens can be decoded as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tokenizers
+
+from octavo.errors import BadModelFile, InvalidRequest
+
+_NAMES = ("bos", "eos", "unk", "pad")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a tokenizer's file says of its tokens.
+
+    `texts[i]` is the token as the file spells it, None for an id that has none; `plain` holds the ids whose spelling is
+    their text (added tokens); `silent` those that never show (unused ids); `spelling` turns the others into bytes.
+    """
+
+    texts: Sequence[str | None]
+    spelling: Callable[[str], bytes]
+    plain: frozenset[int] = frozenset()
+    silent: frozenset[int] = frozenset()
+    special: frozenset[int] = frozenset()
+    strip_first_space: bool = False
+    """a text's first space is one that encoding put there"""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`named` maps bos, eos, unk, pad, … to token ids; `prefix` and `suffix` are what encoding may add."""
+
+    named: Mapping[str, int] = field(default_factory=dict)
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """by name; "default" is the one to use"""
+
+
+class Tokenizer:
+    """Safe to use from several threads; encoding releases the interpreter lock."""
+
+    def __init__(self, encoder: tokenizers.Tokenizer, vocabulary: Vocabulary, facts: Facts) -> None:
+        encoder.no_truncation()
+        encoder.no_padding()
+        self._encoder = encoder
+        self._vocabulary = vocabulary
+        self._bytes: list[bytes | None] = [None] * len(vocabulary.texts)
+        self.facts = facts
+        self.vocab_size = len(vocabulary.texts)
+        self.special_ids = vocabulary.special
+        self.strip_first_space = vocabulary.strip_first_space
+        for name in _NAMES:
+            id = facts.named.get(name)
+            if id is not None and not 0 <= id < self.vocab_size:
+                raise BadModelFile(f"{name}_token_id is {id}", limit=f"0 to {self.vocab_size - 1}")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.facts.named.get("bos")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.facts.named.get("eos")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self.facts.named.get("unk")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self.facts.named.get("pad")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """`{"bos_token": "<s>", …}`: what a chat template may name."""
+        named = {name: self.facts.named.get(name) for name in _NAMES}
+        return {f"{name}_token": self.token_text(id) for name, id in named.items() if id is not None}
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.facts.chat_templates.get("default")
+
+    @property
+    def tool_template(self) -> str | None:
+        """A template of its own for requests with tools, where the model has one."""
+        return self.facts.chat_templates.get("tool_use")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens written in `text` become their ids; `add_special_tokens` adds those of the model's rule.
+
+        Raises InvalidRequest if `text` holds half a surrogate pair.
+        """
+        ids = self._encoder.encode(_encodable(text), add_special_tokens=False).ids
+        return self._framed(ids) if add_special_tokens else ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        encodings = self._encoder.encode_batch_fast([_encodable(text) for text in texts], add_special_tokens=False)
+        return [self._framed(e.ids) if add_special_tokens else e.ids for e in encodings]
+
+    def _framed(self, ids: list[int]) -> list[int]:
+        return [*self.facts.prefix, *ids, *self.facts.suffix]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Raises InvalidRequest for an id out of range."""
+        raw = b"".join(self.token_bytes(id) for id in ids if not (skip_special_tokens and id in self.special_ids))
+        if self.strip_first_space and raw.startswith(b" "):
+            raw = raw[1:]
+        return raw.decode("utf-8", "replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """The exact bytes the token stands for; they may be part of a character."""
+        if not 0 <= id < self.vocab_size:
+            raise InvalidRequest(f"token id {id} is out of range", limit=f"0 to {self.vocab_size - 1}")
+        known = self._bytes[id]
+        if known is None:
+            known = self._bytes[id] = self._spell(id)
+        return known
+
+    def _spell(self, id: int) -> bytes:
+        text = self._vocabulary.texts[id]
+        if text is None or id in self._vocabulary.silent:
+            return b""
+        return text.encode("utf-8", "replace") if id in self._vocabulary.plain else self._vocabulary.spelling(text)
+
+    def token_text(self, id: int) -> str:
+        """The token alone as text; bytes that are no character alone show as U+FFFD."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character {error.start}",
+            fix="send valid Unicode",
+        ) from error
+    return text
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """From a GGUF file, a `tokenizer.json`, or a folder that holds one of them (`tokenizer.json` first).
+
+    Raises ModelNotFound or BadModelFile.
+    """
+    from octavo.text import from_gguf, from_json  # they build on this module
+
+    return from_gguf.load(path) if path.suffix == ".gguf" else from_json.load(path)
