@@ -162,7 +162,7 @@ def _content(token: Any) -> str | None:
 def _frame(
     encoder: tokenizers.Tokenizer, settings: Mapping[str, Any], named: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after a text: as `add_bos_token` and `add_eos_token` say, else as the post-processor does."""
+    """What goes before and after a text: as `add_bos_token` and `add_eos_token` say, else the post-processor."""
     bare = encoder.encode("a", add_special_tokens=False).ids
     full = encoder.encode("a", add_special_tokens=True).ids
     start = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), None)

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -63,11 +63,11 @@ class _Namespace(Namespace):
 class _Generation(Extension):
     """`{% generation %}` marks text for training; here it only shows it."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it of the instance)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -83,9 +83,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters["join"] = _paying(_join, None)
         self.filters["tojson"] = _paying(_tojson, guards.tojson)
         self.filters.update(_INTERNAL)
+        tests = cast("dict[str, Any]", self.tests)
         self.tests = {
-            name: _paying(test, guards.contained if name == "in" else guards.compared)
-            for name, test in self.tests.items()
+            name: _paying(test, guards.contained if name == "in" else guards.compared) for name, test in tests.items()
         }
         self.globals = {
             "range": self.globals["range"], "dict": _dict, "namespace": _namespace, "cycler": Cycler, "joiner": Joiner,
@@ -222,8 +222,8 @@ def _rewrite(template: nodes.Template) -> None:
     _Rewriter().visit(template)
 
 
-def _through(name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(value, name, list(args), [], None, None, lineno=value.lineno)
+def _through(name: str, value: nodes.Node, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, value), name, list(args), [], None, None, lineno=value.lineno)
 
 
 class _Rewriter(NodeTransformer):
