@@ -74,7 +74,7 @@ class EngineConfig:
     threads: int | None
     seed: int
     max_model_len_asked: bool = False
-    """the user named `max_model_len`: where the KV cache is too small for it, that is an error, not a shorter context"""
+    """the user named `max_model_len`: a KV cache too small for it is then an error, not a shorter context"""
     max_unacked_messages: int = 256
     """Output messages an API process may leave unacknowledged before its requests are no longer scheduled."""
     warnings: tuple[str, ...] = field(default=())
