@@ -10,7 +10,7 @@ PART ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq
 INSTALL := $(PIP) --no-build-isolation -e
 SOURCES := $(shell find csrc -type f -not -name '*.o' 2>/dev/null)
 CPP := $(filter %.cpp %.cc %.h %.hpp,$(SOURCES))
