@@ -20,7 +20,7 @@ LAYERS = (
 """Rooms from the ground up, as docs/architecture.md draws them. Rooms on one level do not see each other."""
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITH_TORCH = (
-    "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "engine/batch.py",
+    "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py", "engine/batch.py",
     "engine/sampler.py", "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/core.py",
 )  # fmt: skip
 """Where torch may be imported; `backends/kv.py` and `backends/names.py` do not."""
