@@ -1,0 +1,73 @@
+"""What the scheduler tells the runners to do in one step, and what comes back. Plain values; no torch.
+
+The same plan goes to every rank. It is complete (token ids and new blocks stand in it) and taking in a part of it twice
+changes nothing, so a step that failed for one sequence can be planned again for the others.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from octavo.engine.types import SamplingParams, TokenLogprobs
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that the runners do not know, or no longer: at admission and after preemption."""
+
+    sequence_id: int
+    choice: int
+    seed: int
+    sampling: SamplingParams
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Compute `token_ids` of one sequence, which lie at positions `start`, `start + 1`, …"""
+
+    sequence_id: int
+    start: int
+    token_ids: list[int]
+    first_new_block: tuple[int, ...]
+    """for each KV group, where in the block table `new_blocks` go"""
+    new_blocks: tuple[list[int], ...]
+    sample: bool
+    """the chunk ends with the last known token, so the next one is to be sampled"""
+    prompt_logprobs: bool = False
+    """report the logprobs of the prompt tokens that follow this chunk's tokens"""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """Forget `removed`, learn `added`, compute `chunks`; in that order."""
+
+    removed: list[int]
+    added: list[NewSequence]
+    chunks: list[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    sampled: list[Sampled]
+    """one for each chunk with `sample`, in the plan's order"""
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+    """by sequence id: of the prompt tokens after each of the chunk's tokens"""
+
+
+class SequenceFault(Exception):
+    """A step failed because of one sequence; nothing was computed. The cause is chained."""
+
+    def __init__(self, sequence_id: int) -> None:
+        super().__init__(f"sequence {sequence_id} cannot be computed")
+        self.sequence_id = sequence_id

@@ -1,0 +1,309 @@
+"""The scheduler with a runner that has memory but no arithmetic."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from octavo.backends.kv import FullAttention, SlidingWindow
+from octavo.engine.pages import KVLayout
+from octavo.engine.scheduler import Events, Scheduler
+from octavo.engine.types import Request, SamplingParams, TokenEvent
+from octavo.errors import InvalidRequest, OctavoError, Overloaded
+from tests.null.memory import NullRunner, continuation
+
+VOCAB = 50
+FULL, WINDOW = FullAttention(1, 1), SlidingWindow(1, 1, 5)
+
+
+def build(blocks=(16,), specs=(FULL,), page_size=4, seqs=4, budget=8, length=40, eos=(), seed=0):
+    layout = KVLayout(page_size, specs, blocks)
+    scheduler = Scheduler(
+        layout, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, vocab_size=VOCAB,
+        eos_token_ids=eos, seed=seed,
+    )  # fmt: skip
+    return scheduler, NullRunner(layout, VOCAB)
+
+
+def request(name="r", prompt=(1, 2, 3), client="c", **fields):
+    extra = {k: fields.pop(k) for k in ("priority", "deadline", "output_token_ids") if k in fields}
+    sampling = SamplingParams(**{"max_tokens": 5, "ignore_eos": True, **fields})
+    return Request(request_id=name, prompt_token_ids=list(prompt), sampling=sampling, client_id=client, **extra)
+
+
+def step(scheduler, runner, now=0.0) -> Events:
+    plan = scheduler.plan(now)
+    assert plan.num_tokens <= scheduler.max_num_batched_tokens
+    scheduler.check_integrity()
+    events = scheduler.commit(plan, runner.run(plan)) if plan.chunks else []
+    scheduler.check_integrity()
+    return events
+
+
+def finish(scheduler, runner, limit=2000) -> dict[tuple[str, int], list[TokenEvent]]:
+    answers = defaultdict(list)
+    for _ in range(limit):
+        if not scheduler.has_work:
+            return answers
+        for _, event in step(scheduler, runner):
+            answers[event.request_id, event.choice].append(event)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def tokens_of(events):
+    assert [e.finish_reason for e in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1].finish_reason is not None
+    return [t for e in events for t in e.token_ids]
+
+
+def test_answers_are_the_models(seed=None):
+    seed = random.randrange(1 << 30) if seed is None else seed
+    rng = random.Random(seed)
+    scheduler, runner = build(blocks=(12,))
+    wanted = {}
+    for i in range(12):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        count = rng.randint(1, 12)
+        scheduler.add(request(str(i), prompt, max_tokens=count), 0.0)
+        wanted[str(i), 0] = continuation(prompt, min(count, 40 - len(prompt)), VOCAB)
+    answers = finish(scheduler, runner)
+    assert {k: tokens_of(v) for k, v in answers.items()} == wanted, f"seed {seed}"
+    assert all(v[-1].finish_reason == "length" for v in answers.values())
+    assert scheduler.blocks.num_used == 0
+    assert scheduler.stats.preemptions > 0, f"the pool was not small enough to test preemption (seed {seed})"
+
+
+def test_preemption_takes_the_youngest_and_lowest_priority_first():
+    scheduler, runner = build(blocks=(6,), budget=24, seqs=4)
+    for name, priority in (("old", 0), ("low", 1), ("young", 0)):
+        scheduler.add(request(name, range(7), max_tokens=8, priority=priority), 0.0)
+    preempted, ended = [], []
+    while scheduler.has_work:
+        before = {s.request.request_id for s in scheduler.running}
+        ended += [e.request_id for _, e in step(scheduler, runner) if e.finish_reason]
+        preempted += [s.request.request_id for s in scheduler.waiting if s.request.request_id in before]
+    assert preempted[:2] == ["low", "young"], "two of the three have room for their last block"
+    assert "old" not in preempted
+    assert ended == ["old", "young", "low"]
+
+
+def test_stop_reasons():
+    answer = continuation([1, 2, 3], 8, VOCAB)
+    scheduler, runner = build(eos=(answer[2],))
+    third, sixth = answer.index(answer[2]) + 1, answer.index(answer[5]) + 1
+    scheduler.add(request("eos", max_tokens=8, ignore_eos=False), 0.0)
+    scheduler.add(request("ignored", max_tokens=8), 0.0)
+    scheduler.add(request("stop", max_tokens=8, stop_token_ids=(answer[5],)), 0.0)
+    scheduler.add(request("long", max_tokens=None), 0.0)
+    ends = {k[0]: (tokens_of(v), v[-1].finish_reason, v[-1].stop_reason) for k, v in finish(scheduler, runner).items()}
+    assert ends["eos"] == (answer[:third], "stop", None)
+    assert ends["ignored"] == (answer, "length", None)
+    assert ends["stop"] == (answer[:sixth], "stop", answer[5])
+    assert len(ends["long"][0]) == 40 - 3
+
+
+def test_choices_are_sequences_and_end_one_by_one():
+    scheduler, runner = build(budget=9)
+    scheduler.add(request("r", n=3, seed=5), 0.0)
+    step(scheduler, runner)
+    events = scheduler.abort("c", "r", [1])
+    assert [(c, e.choice, e.finish_reason) for c, e in events] == [("c", 1, "abort")]
+    assert scheduler.abort("c", "r", [1]) == []
+    answers = finish(scheduler, runner)
+    assert {k: len(tokens_of(v)) for k, v in answers.items()} == {("r", 0): 4, ("r", 2): 4}
+
+
+def test_carried_tokens_continue_and_complete_answers_end_at_once():
+    answer = continuation([1, 2, 3], 5, VOCAB)
+    scheduler, runner = build()
+    events = scheduler.add(request("r", n=2, seed=1, output_token_ids=[answer[:2], [9, 9, 9, 9, 9]]), 0.0)
+    assert [(e.choice, e.finish_reason, e.token_ids) for _, e in events] == [(1, "length", [])]
+    assert tokens_of(finish(scheduler, runner)["r", 0]) == answer[2:]
+
+
+def test_prompt_logprobs_come_whole_across_chunks_and_preemption():
+    prompt = list(range(20))
+    scheduler, runner = build(blocks=(7,), budget=6, seqs=2)
+    scheduler.add(request("first", prompt[:9], max_tokens=12), 0.0)
+    scheduler.add(request("second", prompt, max_tokens=3, prompt_logprobs=0), 0.0)
+    event = finish(scheduler, runner)["second", 0][0]
+    assert event.prompt_logprobs[0] is None
+    assert [p.token_ids[0] for p in event.prompt_logprobs[1:]] == prompt[1:]
+
+
+def test_a_paused_client_waits_and_makes_room():
+    scheduler, runner = build(blocks=(10,), budget=40)
+    scheduler.add(request("slow", range(20), client="slow", max_tokens=9), 0.0)
+    step(scheduler, runner)
+    scheduler.paused_clients = frozenset({"slow"})
+    assert not scheduler.plan(0.0).chunks
+    scheduler.add(request("quick", range(30), client="quick", max_tokens=9), 0.0)
+    events = [e for _ in range(9) for _, e in step(scheduler, runner)]
+    assert {e.request_id for e in events} == {"quick"}
+    assert events[-1].finish_reason == "length"
+    assert not step(scheduler, runner)
+    scheduler.paused_clients = frozenset()
+    assert len(tokens_of(finish(scheduler, runner)["slow", 0])) == 8
+
+
+def test_refusals_name_the_limit():
+    scheduler, _ = build(blocks=(5,), length=40)
+    for bad, words in (
+        (request(prompt=[]), "empty"),
+        (request(prompt=[1, VOCAB]), "vocabulary"),
+        (request(prompt=[-1]), "vocabulary"),
+        (request(prompt=[1] * 40), "context of 40"),
+        (request(prompt=[1] * 15, max_tokens=9), "KV cache"),
+        (request(temperature=-1), "temperature"),
+        (request(n=2, output_token_ids=[[1]]), "choices"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            scheduler.add(bad, 0.0)
+    assert not scheduler.has_work
+    scheduler.add(request(prompt=[1] * 12, max_tokens=9), 0.0)
+    with pytest.raises(InvalidRequest, match="in use"):
+        scheduler.add(request(), 0.0)
+
+
+def test_the_queue_is_bounded(monkeypatch):
+    monkeypatch.setattr("octavo.engine.scheduler.MAX_WAITING", 3)
+    scheduler, _ = build()
+    scheduler.add(request("a", n=3), 0.0)
+    with pytest.raises(Overloaded):
+        scheduler.add(request("b"), 0.0)
+
+
+def test_deadlines_end_what_nobody_waits_for():
+    scheduler, runner = build()
+    scheduler.add(request("late", deadline=10.0), 0.0)
+    scheduler.add(request("free"), 0.0)
+    step(scheduler, runner)
+    assert scheduler.expire(9.9) == []
+    assert [(e.request_id, e.finish_reason) for _, e in scheduler.expire(10.0)] == [("late", "abort")]
+    assert len(scheduler.running) == 1
+
+
+def test_a_step_that_fails_for_one_goes_on_for_the_others():
+    scheduler, runner = build()
+    scheduler.add(request("good"), 0.0)
+    scheduler.add(request("bad", [4, 5]), 0.0)
+    step(scheduler, runner)
+    plan = scheduler.plan(0.0)
+    bad = next(s.sequence_id for s in scheduler.running if s.request.request_id == "bad")
+    events = scheduler.fail(plan, OctavoError("broken"), bad)
+    assert [(e.request_id, e.finish_reason, e.error["cause"]) for _, e in events] == [("bad", "error", "broken")]
+    scheduler.check_integrity()
+    assert sum(len(e.token_ids) for e in finish(scheduler, runner)["good", 0]) == 4
+
+
+def test_seeds_are_drawn_at_admission():
+    def drawn(seed):
+        scheduler, _ = build(seed=seed)
+        scheduler.add(request("a"), 0.0)
+        scheduler.add(request("b", n=2), 0.0)
+        return [s.seed for s in scheduler.waiting]
+
+    one, two = drawn(0), drawn(0)
+    assert len({*one, *two}) == 4
+    assert one[1] == one[2]
+    assert drawn(3) == drawn(3) != drawn(4)
+
+
+class Life(RuleBasedStateMachine):
+    """Random adds, aborts, pauses and steps on tiny pools; every choice gets its tokens and exactly one end."""
+
+    @initialize(
+        blocks=st.integers(6, 14), page_size=st.sampled_from([1, 2, 4]), seqs=st.integers(1, 5),
+        budget=st.integers(1, 12), windows=st.booleans(), eos=st.sets(st.integers(0, VOCAB - 1), max_size=4),
+    )  # fmt: skip
+    def start(self, blocks, page_size, seqs, budget, windows, eos):
+        self.length = blocks * page_size + 1
+        groups = (WINDOW, FULL) if windows else (FULL,)
+        self.scheduler, self.runner = build(
+            (blocks,) * len(groups), groups, page_size, seqs, budget, self.length, sorted(eos)
+        )
+        self.open: dict[tuple[str, str, int], list[int]] = {}
+        self.count = 0
+
+    def take(self, events: Events) -> None:
+        for client, event in events:
+            name = (client, event.request_id, event.choice)
+            assert name in self.open, "an event after the end"
+            self.open[name] += event.token_ids
+            if event.finish_reason is not None:
+                got, (prompt, most) = self.open.pop(name), self.asked[client, event.request_id]
+                wanted = continuation(prompt, min(most, self.length - len(prompt)), VOCAB)
+                ends = [i + 1 for i, t in enumerate(wanted) if t in self.scheduler.eos_token_ids]
+                wanted = wanted[: ends[0]] if ends else wanted
+                assert got == wanted[: len(got)]
+                assert event.finish_reason == "abort" or got == wanted
+
+    asked: dict[tuple[str, str], tuple[list[int], int]]
+
+    @rule(data=st.data(), client=st.sampled_from("ab"), n=st.integers(1, 3), priority=st.integers(0, 2))
+    def add(self, data, client, n, priority):
+        size = data.draw(st.integers(1, min(self.length - 1, 30)))
+        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size))
+        most = data.draw(st.integers(1, 12))
+        name = str(self.count)
+        self.count += 1
+        self.asked = {**getattr(self, "asked", {}), (client, name): (prompt, most)}
+        self.open |= {(client, name, choice): [] for choice in range(n)}
+        wanted = request(name, prompt, client, n=n, max_tokens=most, priority=priority, ignore_eos=False, seed=1)
+        self.take(self.scheduler.add(wanted, 0.0))
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.open:
+            client, name, choice = data.draw(st.sampled_from(sorted(self.open)))
+            self.take(self.scheduler.abort(client, name, data.draw(st.sampled_from([None, [choice]]))))
+
+    @rule(paused=st.sets(st.sampled_from("ab")))
+    def pause(self, paused):
+        self.scheduler.paused_clients = frozenset(paused)
+
+    @rule(client=st.sampled_from("ab"))
+    def depart(self, client):
+        self.scheduler.drop_client(client)
+        self.open = {k: v for k, v in self.open.items() if k[0] != client}
+
+    @rule(count=st.integers(1, 6))
+    def run(self, count):
+        for _ in range(count):
+            self.take(step(self.scheduler, self.runner))
+
+    @rule(one=st.booleans(), data=st.data())
+    def fail(self, one, data):
+        plan = self.scheduler.plan(0.0)
+        if plan.chunks:
+            fault = data.draw(st.sampled_from([c.sequence_id for c in plan.chunks])) if one else None
+            for client, event in self.scheduler.fail(plan, OctavoError("x"), fault):
+                assert event.finish_reason == "error"
+                del self.open[client, event.request_id, event.choice]
+
+    @invariant()
+    def consistent(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.check_integrity()
+            alive = {(s.request.client_id, s.request.request_id, s.choice) for s in
+                     self.scheduler.running + self.scheduler.waiting}  # fmt: skip
+            assert alive == set(self.open)
+
+    def teardown(self):
+        if hasattr(self, "scheduler"):
+            self.scheduler.paused_clients = frozenset()
+            for _ in range(3000):
+                if not self.scheduler.has_work:
+                    break
+                self.take(step(self.scheduler, self.runner))
+            assert not self.open, "not everything came to an end"
+            assert self.scheduler.blocks.num_used == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
