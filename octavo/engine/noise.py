@@ -36,10 +36,11 @@ def noise_stem(seed: int, choice: int, purpose: int = SAMPLE) -> int:
 
 def noise_keys(stems: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """`noise_key` of many sequences: stems [R] and positions [R] to keys [R]."""
-    h = stems + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(WEYL)
+    h: npt.NDArray[np.uint64] = stems + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(WEYL)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return h ^ (h >> np.uint64(33))
+    h ^= h >> np.uint64(33)
+    return h
 
 
 def _absorb(h: int, part: int) -> int:

@@ -52,6 +52,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._requests: dict[tuple[str, str], list[Sequence]] = {}
         self._removed: list[int] = []
+        self._timings: dict[tuple[str, str], tuple[float, float]] = {}
 
     # -- admission and end ---------------------------------------------------------------------------------------------
 
@@ -125,9 +126,10 @@ class Scheduler:
         limited = [s for s in self._sequences.values() if s.request.deadline is not None]
         return [self._finish(s, "abort") for s in limited if (s.request.deadline or now) <= now]
 
-    def fail_all(self, error: OctavoError) -> Events:
-        """Ends everything with an error event."""
-        return [self._finish(s, "error", error=error) for s in list(self._sequences.values())]
+    def end_all(self, error: OctavoError | None = None) -> Events:
+        """Ends everything: with error events, or as aborted."""
+        reason = "abort" if error is None else "error"
+        return [self._finish(s, reason, error=error) for s in list(self._sequences.values())]
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -230,6 +232,10 @@ class Scheduler:
         return [self._finish(s, "error", error=error) for s in at_fault]
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> tuple[str, TokenEvent]:
+        first = sequence.choice == 0 and len(sequence.output_token_ids) == sequence.num_carried_tokens
+        if first and sequence.first_scheduled_time is not None:
+            name = (sequence.request.client_id, sequence.request.request_id)
+            self._timings[name] = (sequence.queued_time, sequence.first_scheduled_time)
         sequence.output_token_ids.append(sampled.token_id)
         self.stats.generation_tokens += 1
         reason, stop_reason = self._why_done(sequence)
@@ -286,12 +292,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def timing(self, client_id: str, request_id: str) -> tuple[float, float] | None:
-        """(queued, first scheduled) of an open request, seconds since the epoch."""
-        sequences = self._requests.get((client_id, request_id))
-        if not sequences or sequences[0].first_scheduled_time is None:
-            return None
-        return sequences[0].queued_time, sequences[0].first_scheduled_time
+    def take_timings(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """(queued, first scheduled) in seconds since the epoch, by (client id, request id), of each request whose
+        choice 0 has had its first token since the last call."""
+        taken, self._timings = self._timings, {}
+        return taken
 
     def snapshot(self) -> Stats:
         self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)

@@ -43,6 +43,11 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_carried_tokens(self) -> int:
+        """Output tokens that came with the request."""
+        return len(self.request.output_token_ids[self.choice]) if self.request.output_token_ids else 0
+
+    @property
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 

@@ -1,0 +1,237 @@
+"""The engine process: `python -m octavo.engine.core`, started by `engine.client`. No torch here; the executor has it.
+
+It ends when its parent's pipe closes (at once), on `Shutdown`, and on SIGTERM: after the running requests, a second
+SIGTERM at once. It ignores SIGINT, since Ctrl-C in a terminal is meant for the program that the user sees.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.config import EngineConfig
+from octavo.engine.links import Links
+from octavo.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineFacts,
+    Outputs,
+    Ping,
+    Shutdown,
+)  # fmt: skip
+from octavo.engine.pages import KVLayout
+from octavo.engine.plan import SequenceFault, StepPlan, StepResult
+from octavo.engine.process import end_with_parent, log_to_stderr, read_settings, remove_directory
+from octavo.engine.scheduler import Events, Scheduler
+from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
+from octavo.errors import EngineDead, OctavoError, Overloaded, to_wire
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""how often deadlines are looked at, and the wait when all work is paused"""
+LIFE_CHECK_S = 0.5
+"""how often the clients' locks are tried"""
+IDLE_CHECK_S = 10.0
+"""least time between two checks of the scheduler's integrity, made when it falls idle"""
+MAX_FAILED_STEPS = 3
+
+
+class Executor(Protocol):
+    """Loads the model and runs plans on all ranks."""
+
+    facts: EngineFacts
+    layout: KVLayout
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Raises SequenceFault when one sequence is to blame, EngineDead when no step can ever run again."""
+
+    def shutdown(self) -> None: ...
+
+
+StartExecutor = Callable[[EngineConfig, str, Callable[[str, int, int], None]], Executor]
+"""(config, directory, progress(stage, done, total)); raises typed errors"""
+
+
+class Engine:
+    """The loop: take in messages, step, send what happened."""
+
+    def __init__(self, config: EngineConfig, links: Links, executor: Executor) -> None:
+        self.links, self.executor = links, executor
+        self.scheduler = Scheduler(
+            executor.layout, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=executor.facts.max_model_len, vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids, seed=config.seed,
+        )  # fmt: skip
+        self._events: Events = []
+        self._to_answer: set[str] = set()
+        self._draining = self._ended = False
+        self._ran = False
+        self._failed_steps = 0
+        self._last_tick = self._last_life_check = self._last_idle_check = 0.0
+
+    def run(self) -> None:
+        """Returns after Shutdown or SIGTERM. Raises EngineDead when no step works any more."""
+        signal.set_wakeup_fd(self.links.wake_fd)
+        signal.signal(signal.SIGTERM, lambda *_: self._shut_down(drain=not self._draining))
+        try:
+            while not self._ended and (self.scheduler.has_work or not self._draining):
+                self._take_in()
+                self._look_around()
+                self._step()
+                self._send_events()
+            self._events += self.scheduler.end_all()
+        except EngineDead as dead:
+            self._events += self.scheduler.end_all(dead)
+            raise
+        except Exception as err:
+            self._events += self.scheduler.end_all(EngineDead(f"the engine broke: {err!r}"))
+            raise
+        finally:
+            self._send_events()
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        idle_wait = TICK_S if self.scheduler.has_work else None
+        for client_id, message in self.links.receive(0 if self._ran else idle_wait):
+            if isinstance(message, AddRequest):
+                self._add(client_id, message.request)
+            elif isinstance(message, Abort):
+                self._events += self.scheduler.abort(client_id, message.request_id, message.choices)
+            elif isinstance(message, Ping):
+                self._to_answer.add(client_id)
+            elif isinstance(message, Shutdown):
+                self._shut_down(message.drain)
+        self.scheduler.paused_clients = self.links.paused()
+
+    def _add(self, client_id: str, request: Request) -> None:
+        request.client_id = client_id
+        try:
+            if self._draining:
+                raise Overloaded("the engine is shutting down", fix="ask again when it is back")
+            self._events += self.scheduler.add(request, time.time())
+        except Exception as err:
+            if not isinstance(err, OctavoError):
+                log.exception("request %s could not be admitted", request.request_id)
+                err = OctavoError(f"the request could not be admitted: {err!r}")
+            for choice in range(min(request.sampling.n, MAX_CHOICES)):
+                event = TokenEvent(request.request_id, choice, finish_reason="error", error=to_wire(err))
+                self._events.append((client_id, event))
+
+    def _shut_down(self, drain: bool) -> None:
+        self._draining = True
+        self._ended = self._ended or not drain
+
+    def _look_around(self) -> None:
+        """What time brings: deadlines, and clients that are gone."""
+        now = time.monotonic()
+        if now - self._last_tick >= TICK_S:
+            self._last_tick = now
+            self._events += self.scheduler.expire(time.time())
+        if now - self._last_life_check >= LIFE_CHECK_S:
+            self._last_life_check = now
+            for client_id in self.links.departed():
+                self.scheduler.drop_client(client_id)
+
+    def _send_events(self) -> None:
+        """One message to each client that has events or has pinged."""
+        by_client: dict[str, list[TokenEvent]] = defaultdict(list, {client_id: [] for client_id in self._to_answer})
+        for client_id, event in self._events:
+            by_client[client_id].append(event)
+        timings = self.scheduler.take_timings()
+        for client_id, events in by_client.items():
+            if client_id in self.links.links:
+                sequence = self.links.next_sequence(client_id)
+                mine = {name: list(times) for (owner, name), times in timings.items() if owner == client_id}
+                self.links.send(client_id, Outputs(sequence, events, self.scheduler.snapshot(), mine))
+        self._events = []
+        self._to_answer.clear()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        plan = self.scheduler.plan(time.time())
+        if not plan.chunks:
+            self._fall_idle()
+            return
+        self._ran = True
+        try:
+            result = self.executor.run(plan)
+        except EngineDead:
+            raise
+        except Exception as err:
+            self._step_failed(plan, err)
+        else:
+            self._events += self.scheduler.commit(plan, result)
+            self._failed_steps = 0
+
+    def _step_failed(self, plan: StepPlan, err: Exception) -> None:
+        log.error("a step failed", exc_info=err)
+        fault = err.sequence_id if isinstance(err, SequenceFault) else None
+        cause = err.__cause__ if isinstance(err, SequenceFault) and err.__cause__ else err
+        error = cause if isinstance(cause, OctavoError) else OctavoError(f"a step of the engine failed: {cause!r}")
+        self._events += self.scheduler.fail(plan, error, fault)
+        self._failed_steps += fault is None
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineDead(f"{self._failed_steps} steps in a row failed, the last with {cause!r}") from err
+
+    def _fall_idle(self) -> None:
+        now = time.monotonic()
+        if self._ran and now - self._last_idle_check >= IDLE_CHECK_S:
+            self._last_idle_check = now
+            self.scheduler.check_integrity()
+        self._ran = False
+
+
+def run_engine(start_executor: StartExecutor) -> int:
+    """The whole life of an engine process; returns its exit status."""
+    settings = read_settings()
+    log_to_stderr(settings["log_prefix"])
+    directory = settings["directory"]
+    end_with_parent(lambda: remove_directory(directory))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    config = EngineConfig.from_dict(settings["config"])
+    links = Links(directory, config.max_unacked_messages)
+    executor: Executor | None = None
+    try:
+        executor = start_executor(config, directory, links.progress)
+        engine = Engine(config, links, executor)
+        links.ready(executor.facts)
+        engine.run()
+        return 0
+    except Exception as err:
+        error = err if isinstance(err, OctavoError) else OctavoError(f"the engine broke: {err!r}")
+        log.error("%s", error, exc_info=None if error is err and err.__cause__ is None else err)
+        if executor is None:
+            links.fail(error)
+        return error.exit_code
+    finally:
+        if executor is not None:
+            executor.shutdown()
+        links.close()
+        remove_directory(directory)
+
+
+def main(start_executor: StartExecutor) -> None:
+    try:
+        status = run_engine(start_executor)
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+        status = exit_.code if isinstance(exit_.code, int) else 2
+    logging.shutdown()
+    os._exit(status)  # nothing of value is left, and the destructors of device libraries may hang
+
+
+if __name__ == "__main__":
+    from octavo.engine.executor import start_executor
+
+    main(start_executor)
