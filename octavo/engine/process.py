@@ -70,6 +70,13 @@ class Child:
     def kill(self) -> None:
         self._process.kill()
 
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it has ended; after `timeout_s` it is killed."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
     def _wait(self) -> None:
         reader = threading.Thread(target=self._forward, name=f"read-{self.pid}", daemon=True)
         reader.start()

@@ -1,0 +1,78 @@
+"""From a step's chunks to the tensors of a `ForwardBatch`, and the block tables that last between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from octavo.backends.base import AttentionMeta, Device, ForwardBatch
+from octavo.engine.pages import KVLayout
+from octavo.engine.plan import Chunk
+
+Indices = npt.NDArray[np.int64]
+
+
+class Rows:
+    """Gives each known sequence a row in the host arrays of fixed height that hold what lasts between steps."""
+
+    def __init__(self, height: int) -> None:
+        self._row: dict[int, int] = {}
+        self._free = list(range(height - 1, -1, -1))
+
+    def add(self, sequence_id: int) -> int:
+        """A row; that which it has, if it has one."""
+        if sequence_id not in self._row:
+            self._row[sequence_id] = self._free.pop()
+        return self._row[sequence_id]
+
+    def remove(self, sequence_id: int) -> int | None:
+        row = self._row.pop(sequence_id, None)
+        if row is not None:
+            self._free.append(row)
+        return row
+
+    def of(self, chunks: Sequence[Chunk]) -> Indices:
+        return np.fromiter((self._row[c.sequence_id] for c in chunks), np.int64, len(chunks))
+
+
+class BatchBuilder:
+    """Keeps the block tables [rows, max_blocks] of each KV group; everything of a step is uploaded once."""
+
+    def __init__(self, layout: KVLayout, height: int, max_model_len: int, device: Device) -> None:
+        self._page_size = layout.page_size
+        width = -(-max_model_len // layout.page_size)
+        self._tables = [np.zeros((height, width), np.int32) for _ in layout.specs]
+        self._device = device
+
+    def build(self, chunks: Sequence[Chunk], rows: Indices) -> tuple[ForwardBatch, Indices]:
+        """The batch, and for each chunk the row of its last token among the batch's tokens [S]."""
+        for chunk, row in zip(chunks, rows.tolist(), strict=True):
+            for table, first, new in zip(self._tables, chunk.first_new_block, chunk.new_blocks, strict=True):
+                if new:
+                    table[row, first : first + len(new)] = new
+        count = len(chunks)
+        lengths = np.fromiter((len(c.token_ids) for c in chunks), np.int64, count)
+        starts = np.fromiter((c.start for c in chunks), np.int64, count)
+        ends = np.cumsum(lengths)
+        token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, int(ends[-1]))
+        positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - lengths), lengths)
+        query_start = self._upload(np.concatenate(([0], ends)).astype(np.int32))
+        seq_lens = self._upload((starts + lengths).astype(np.int32))
+        width = -(-int((starts + lengths).max()) // self._page_size)
+        block, offset = np.divmod(positions, self._page_size)
+        token_rows = np.repeat(rows, lengths)
+        attention = tuple(
+            AttentionMeta(
+                query_start, seq_lens, self._upload(table[rows, :width]),
+                self._upload(table[token_rows, block].astype(np.int64) * self._page_size + offset), self._page_size,
+            )
+            for table in self._tables
+        )  # fmt: skip
+        return ForwardBatch(self._upload(token_ids), self._upload(positions), attention), ends - 1
+
+    def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return self._device.upload(torch.from_numpy(array))

@@ -1,0 +1,108 @@
+"""Runs plans on all ranks: rank 0 here, the others as programs of their own that get the same plans."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.messages import EngineFacts
+from octavo.engine.pages import KVLayout
+from octavo.engine.plan import StepPlan, StepResult
+from octavo.engine.process import Child, remove_directory
+from octavo.engine.sizing import Sizing, kv_budget, size_kv
+from octavo.engine.worker import Prepare, Progress, Worker
+from octavo.errors import EngineDead, OctavoError
+
+log = logging.getLogger(__name__)
+
+WORKER_PROGRAM = (sys.executable, "-m", "octavo.engine.worker")
+GRACE_S = 2.0
+"""While starting, an error that stops one rank mostly stops all: rank 0 then has this long to name it better."""
+encode = msgspec.msgpack.Encoder().encode
+
+
+class RankExecutor:
+    """Implements `core.Executor`. A rank that dies ends the engine."""
+
+    facts: EngineFacts
+    layout: KVLayout
+
+    def __init__(self, config: EngineConfig, directory: str, progress: Progress) -> None:
+        self._directory = directory
+        self._started = self._closing = False
+        self._lost = threading.Event()
+        self._others = [self._start_rank(rank, config) for rank in range(1, config.tensor_parallel_size)]
+        try:
+            self._load(config, progress)
+        except OctavoError:
+            self._closing = True
+            raise
+        except Exception as err:
+            if self._others and self._lost.wait(GRACE_S):
+                raise EngineDead("a rank died while starting, see above") from err
+            self._closing = True
+            raise
+        self._started = True
+
+    def _load(self, config: EngineConfig, progress: Progress) -> None:
+        begin = time.monotonic()
+        self._worker = worker = Worker(config, 0, self._directory, progress)
+        budget, reason = kv_budget(config, worker.device, config.tensor_parallel_size)
+        budget = min(budget, worker.least(worker.device.memory()[1]))
+        sizing = size_kv(config, worker.device, worker.model.kv_groups, worker.dtype, budget, reason)
+        self.layout = sizing.layout
+        prepare = Prepare(sizing.layout.page_size, sizing.layout.num_blocks, sizing.max_model_len)
+        self._tell(prepare)
+        worker.prepare(prepare)
+        self.facts = self._facts(sizing, time.monotonic() - begin)
+
+    def _facts(self, sizing: Sizing, seconds: float) -> EngineFacts:
+        worker = self._worker
+        return EngineFacts(
+            pid=os.getpid(), device=worker.device.name, dtype=str(worker.dtype).removeprefix("torch."),
+            kernels=getattr(worker.device, "kernels", "reference"), num_blocks=sum(sizing.layout.num_blocks),
+            block_size=sizing.layout.page_size, max_model_len=sizing.max_model_len,
+            weights_bytes=worker.model.weights_bytes, kv_cache_bytes=sizing.kv_cache_bytes, load_seconds=seconds,
+        )  # fmt: skip
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._tell(plan)
+        return self._worker.run(plan)
+
+    def shutdown(self) -> None:
+        self._closing = True
+        for child in self._others:
+            child.close()
+        for child in self._others:
+            child.wait(GRACE_S)
+
+    def _tell(self, message: Prepare | StepPlan) -> None:
+        if self._others:
+            content = encode(message)
+            for child in self._others:
+                child.send(content)
+
+    def _start_rank(self, rank: int, config: EngineConfig) -> Child:
+        def exited(status: str, last_line: str) -> None:
+            if not self._closing and not self._started:
+                time.sleep(GRACE_S)
+            self._lost.set()
+            if not self._closing:
+                log.error("rank %d ended (%s), and the engine with it; its last words: %s", rank, status, last_line)
+                remove_directory(self._directory)
+                os._exit(1)  # the main thread may wait for that rank for ever
+
+        settings = {
+            "config": config.to_dict(), "directory": self._directory, "rank": rank, "log_prefix": f"rank {rank}: "
+        }  # fmt: skip
+        return Child(WORKER_PROGRAM, settings, self._directory, exited)
+
+
+def start_executor(config: EngineConfig, directory: str, progress: Progress) -> RankExecutor:
+    return RankExecutor(config, directory, progress)

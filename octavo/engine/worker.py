@@ -1,0 +1,126 @@
+"""One rank of the engine: its share of the model on its device. `python -m octavo.engine.worker` is a rank above 0.
+
+Such a rank reads from its standard input: settings, `Prepare`, then the plan of every step. It computes the same steps
+as rank 0 and says nothing; it ends when its input does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from octavo.backends.base import Device, open_device
+from octavo.config import EngineConfig
+from octavo.dist.group import SINGLE, Group
+from octavo.engine.pages import KVLayout
+from octavo.engine.plan import StepPlan, StepResult
+from octavo.engine.process import log_to_stderr, read_frame, read_settings
+from octavo.engine.runner import Runner
+from octavo.errors import OctavoError, UsageError
+from octavo.models.checkpoint import open_checkpoint
+from octavo.models.loader import load_model
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+
+class Prepare(msgspec.Struct, array_like=True):
+    """What rank 0 decided once every rank had its weights."""
+
+    page_size: int
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+
+
+class Worker:
+    """Load (`__init__`), `prepare`, then `run` plans. Raises typed errors when the model cannot be loaded."""
+
+    def __init__(self, config: EngineConfig, rank: int, directory: str, progress: Progress | None = None) -> None:
+        self.config, self.rank = config, rank
+        self.device, self.dtype = choose_device(config, rank)
+        self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
+        checkpoint = open_checkpoint(Path(config.path))
+        self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
+
+    def least(self, value: int) -> int:
+        """The least of all ranks' values; every rank must call it."""
+        mine = self.device.upload(torch.tensor([value]))
+        return int(self.group.all_gather(mine).min())
+
+    def prepare(self, settings: Prepare) -> None:
+        """Allocates the KV cache."""
+        layout = KVLayout(settings.page_size, tuple(g.spec for g in self.model.kv_groups), settings.num_blocks)
+        self._runner = Runner(
+            self.model, self.device, layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
+            max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
+        )  # fmt: skip
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self._runner.run(plan)
+
+
+def choose_device(config: EngineConfig, rank: int) -> tuple[Device, torch.dtype]:
+    """The device, opened, and the dtype to compute in. Raises UsageError for a dtype that the device lacks."""
+    name, size = config.device, config.tensor_parallel_size
+    if config.dtype == "float32" and name in ("auto", "cpu"):
+        name = "reference"  # the kernels compute in bfloat16
+    threads = config.threads
+    if size > 1:
+        threads = max(1, (threads or len(os.sched_getaffinity(0))) // size)
+    device = open_device(name, rank, threads)
+    if config.dtype == "auto":
+        plain = device.torch_device.type == "cpu" and getattr(device, "kernels", "reference") == "reference"
+        return device, torch.float32 if plain else device.dtypes[0]
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if dtype in device.dtypes:
+        return device, dtype
+    if dtype is torch.float16 and torch.bfloat16 in device.dtypes:
+        log.warning("--dtype float16: the device %s computes in bfloat16 instead", device.name)
+        return device, torch.bfloat16
+    known = ", ".join(str(d).removeprefix("torch.") for d in device.dtypes)
+    raise UsageError(f"--dtype {config.dtype} is not for the device {device.name}", limit=known, param="dtype")
+
+
+def _join(rank: int, size: int, device: Device, directory: str) -> Group:
+    if size == 1:
+        return SINGLE
+    if device.dist_backend == "gloo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return Group.join(rank, size, device.dist_backend, f"file://{directory}/rendezvous")
+
+
+def main() -> None:
+    """The life of a rank above 0."""
+    settings = read_settings()
+    log_to_stderr(settings["log_prefix"])
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_frames, args=(frames,), daemon=True).start()
+    try:
+        worker = Worker(EngineConfig.from_dict(settings["config"]), settings["rank"], settings["directory"])
+        worker.least(worker.device.memory()[1])
+        worker.prepare(msgspec.msgpack.decode(frames.get(), type=Prepare))
+        decode = msgspec.msgpack.Decoder(StepPlan).decode
+        while True:
+            worker.run(decode(frames.get()))
+    except Exception as err:
+        log.error("%s", err, exc_info=None if isinstance(err, OctavoError) else err)
+        os._exit(1)
+
+
+def _read_frames(frames: queue.SimpleQueue[bytes]) -> None:
+    """Ends the process as soon as rank 0 is gone, even in the middle of a step."""
+    while (frame := read_frame()) is not None:
+        frames.put(frame)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
