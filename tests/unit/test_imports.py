@@ -21,7 +21,7 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITH_TORCH = (
     "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py", "engine/batch.py",
-    "engine/sampler.py", "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/core.py",
+    "engine/sampler.py", "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/sizing.py",
 )  # fmt: skip
 """Where torch may be imported; `backends/kv.py` and `backends/names.py` do not."""
 TORCH_FREE_ANYWAY = ("backends/__init__.py", "backends/kv.py", "backends/names.py")
