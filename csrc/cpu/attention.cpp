@@ -1,0 +1,320 @@
+// Attention over a paged cache, for decoding sequences and chunks of prompts in one call.
+//
+// A page holds, for each kv head, panels of 16 tokens. Keys are laid out as a packed weight with tokens for columns,
+// [head_dim / 2][16 tokens][2]; values with channels for columns, [8 token pairs][channels][2], channels padded to a
+// multiple of 16. Both products then are tiles of tile.h.
+//
+// A row is one query head of one token. Its keys are walked in blocks that start at multiples of 128 positions, with
+// the online softmax of FlashAttention (arXiv:2205.14135); what a row does depends on its own position only, so its
+// result is the same alone, in a batch and however the prompt was cut into chunks. Probabilities are rounded to bf16
+// for the second product, and their sum is taken of the rounded ones.
+#include "tile.h"
+
+namespace octavo {
+namespace {
+
+constexpr int kMaxHeadDim = 256;
+constexpr int kRowsPerTask = 24;
+constexpr int kPanelsPerBlock = 8;
+constexpr int64_t kKeysPerBlock = kPanelsPerBlock * kLanes;
+constexpr float kMinusInfinity = -__builtin_inff();
+
+struct Cache {
+    bf16 *keys, *values;
+    int64_t kv_heads, head_dim, page_size;
+
+    int64_t padded_dim() const { return ceil_div(head_dim, kLanes) * kLanes; }
+    // The first panel of a page's kv head, counted in panels.
+    int64_t panel(int64_t page, int64_t kv_head) const { return (page * kv_heads + kv_head) * (page_size / kLanes); }
+    int64_t key_panel_size() const { return head_dim * kLanes; }
+    int64_t value_panel_size() const { return padded_dim() * kLanes; }
+};
+
+struct Attention {
+    Cache cache;
+    const bf16* q;
+    int64_t q_stride;
+    bf16* out;
+    int64_t out_stride;
+    const int32_t* query_start;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    int64_t table_stride, sequences, heads;
+    float scale;
+    int64_t window;  // 0: none
+
+    int64_t group() const { return heads / cache.kv_heads; }
+};
+
+// Some rows of one sequence and kv head, in the order of their positions, with their softmax so far.
+struct Rows {
+    int64_t count;
+    const bf16* q[kRowsPerTask];
+    int64_t first_key[kRowsPerTask], last_key[kRowsPerTask];
+    float highest[kRowsPerTask], total[kRowsPerTask];
+    alignas(64) float scores[kRowsPerTask][kKeysPerBlock];
+    alignas(64) bf16 probs[kRowsPerTask][kKeysPerBlock];
+    alignas(64) float sums[kRowsPerTask][kMaxHeadDim];
+};
+
+// The panels of one block of keys.
+struct Block {
+    int64_t first_key, panels;
+    const bf16* keys[kPanelsPerBlock];
+    const bf16* values[kPanelsPerBlock];
+};
+
+template <int PANELS>
+struct ScorePass {
+    Rows& state;
+    const Block& block;
+    int64_t first_row, panel, pairs;
+
+    template <int ROWS>
+    OCT_INLINE void run(int64_t offset) const {
+        const bf16* rows[ROWS];
+        const bf16* panels[PANELS];
+        F16 acc[ROWS][PANELS];
+        OCT_UNROLL for (int p = 0; p < PANELS; p++) panels[p] = block.keys[panel + p];
+        OCT_UNROLL for (int r = 0; r < ROWS; r++) {
+            rows[r] = state.q[first_row + offset + r];
+            OCT_UNROLL for (int p = 0; p < PANELS; p++) acc[r][p] = zeros();
+        }
+        accumulate<ROWS, PANELS, false>(acc, rows, panels, pairs, 2 * kLanes);
+        OCT_UNROLL for (int r = 0; r < ROWS; r++) {
+            OCT_UNROLL for (int p = 0; p < PANELS; p++) {
+                store(state.scores[first_row + offset + r] + (panel + p) * kLanes, acc[r][p]);
+            }
+        }
+    }
+};
+
+template <int PANELS>
+struct ValuePass {
+    Rows& state;
+    const Block& block;
+    int64_t first_row, channel, padded_dim, pairs;
+
+    template <int ROWS>
+    OCT_INLINE void run(int64_t offset) const {
+        F16 acc[ROWS][PANELS];
+        OCT_UNROLL for (int r = 0; r < ROWS; r++) {
+            OCT_UNROLL for (int p = 0; p < PANELS; p++) {
+                acc[r][p] = load(state.sums[first_row + offset + r] + channel + p * kLanes);
+            }
+        }
+        for (int64_t pair = 0, panel = 0; pair < pairs; pair += kLanes / 2, panel++) {
+            const bf16* rows[ROWS];
+            const bf16* columns[PANELS];
+            OCT_UNROLL for (int r = 0; r < ROWS; r++) rows[r] = state.probs[first_row + offset + r] + 2 * pair;
+            OCT_UNROLL for (int p = 0; p < PANELS; p++) {
+                columns[p] = block.values[panel] + 2 * (channel + p * kLanes);
+            }
+            accumulate<ROWS, PANELS, false>(acc, rows, columns, smaller<int64_t>(kLanes / 2, pairs - pair),
+                                            2 * padded_dim);
+        }
+        OCT_UNROLL for (int r = 0; r < ROWS; r++) {
+            OCT_UNROLL for (int p = 0; p < PANELS; p++) {
+                store(state.sums[first_row + offset + r] + channel + p * kLanes, acc[r][p]);
+            }
+        }
+    }
+};
+
+void score(Rows& state, const Block& block, int64_t begin, int64_t end, int64_t pairs) {
+    int64_t panel = 0;
+    for (; panel + kTilePanels <= block.panels; panel += kTilePanels)
+        for_row_tiles(end - begin, ScorePass<kTilePanels>{state, block, begin, panel, pairs});
+    for (; panel < block.panels; panel++) for_row_tiles(end - begin, ScorePass<1>{state, block, begin, panel, pairs});
+}
+
+// Turns row r's scores into probabilities relative to the highest score so far, and rescales what it has summed.
+void soften(Rows& state, const Block& block, int64_t r, float scale, int64_t padded_dim) {
+    float* scores = state.scores[r];
+    const int64_t width = block.panels * kLanes;
+    const int64_t begin = larger<int64_t>(state.first_key[r] - block.first_key, 0);
+    const int64_t end = smaller(state.last_key[r] + 1 - block.first_key, width);
+    for (int64_t i = 0; i < begin; i++) scores[i] = kMinusInfinity;
+    for (int64_t i = end; i < width; i++) scores[i] = kMinusInfinity;
+    F16 highest = splat(kMinusInfinity);
+    for (int64_t i = 0; i < width; i += kLanes) highest = max(highest, load(scores + i));
+    const float before = state.highest[r], now = larger(before, max_lane(highest) * scale);
+    F16 total = zeros();
+    for (int64_t i = 0; i < width; i += kLanes) {
+        store(state.probs[r] + i, exp(fma(load(scores + i), splat(scale), splat(-now))));
+        total = total + load(state.probs[r] + i);
+    }
+    if (now != before) {
+        float shrink[kLanes];
+        store(shrink, exp(splat(before - now)));
+        state.highest[r] = now;
+        state.total[r] *= shrink[0];
+        for (int64_t i = 0; i < padded_dim; i += kLanes)
+            store(state.sums[r] + i, load(state.sums[r] + i) * splat(shrink[0]));
+    }
+    state.total[r] += sum(total);
+}
+
+void add_values(Rows& state, const Block& block, int64_t begin, int64_t end, int64_t padded_dim) {
+    const int64_t keys = smaller(state.last_key[end - 1] + 1 - block.first_key, block.panels * kLanes);
+    const int64_t pairs = ceil_div(keys, 2);
+    int64_t channel = 0;
+    for (; channel + kTilePanels * kLanes <= padded_dim; channel += kTilePanels * kLanes)
+        for_row_tiles(end - begin, ValuePass<kTilePanels>{state, block, begin, channel, padded_dim, pairs});
+    for (; channel < padded_dim; channel += kLanes)
+        for_row_tiles(end - begin, ValuePass<1>{state, block, begin, channel, padded_dim, pairs});
+}
+
+Block find_block(const Attention& call, int64_t sequence, int64_t kv_head, int64_t first_key, int64_t last_key) {
+    Block block;
+    block.first_key = first_key;
+    block.panels = smaller<int64_t>(kPanelsPerBlock, ceil_div(last_key + 1 - first_key, kLanes));
+    const Cache& cache = call.cache;
+    for (int64_t p = 0; p < block.panels; p++) {
+        const int64_t key = first_key + p * kLanes;
+        const int64_t page = call.block_table[sequence * call.table_stride + key / cache.page_size];
+        const int64_t panel = cache.panel(page, kv_head) + key % cache.page_size / kLanes;
+        block.keys[p] = cache.keys + panel * cache.key_panel_size();
+        block.values[p] = cache.values + panel * cache.value_panel_size();
+    }
+    return block;
+}
+
+void start_rows(const Attention& call, Rows& state, int64_t sequence, int64_t kv_head, int64_t first_row) {
+    const int64_t group = call.group(), first_token = call.query_start[sequence];
+    const int64_t tokens = call.query_start[sequence + 1] - first_token;
+    state.count = smaller<int64_t>(kRowsPerTask, tokens * group - first_row);
+    for (int64_t r = 0; r < state.count; r++) {
+        const int64_t token = (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
+        state.q[r] = call.q + (first_token + token) * call.q_stride + head * call.cache.head_dim;
+        state.last_key[r] = call.seq_lens[sequence] - tokens + token;
+        state.first_key[r] = call.window == 0 ? 0 : larger<int64_t>(0, state.last_key[r] + 1 - call.window);
+        state.highest[r] = kMinusInfinity;
+        state.total[r] = 0.0f;
+        memset(state.sums[r], 0, call.cache.padded_dim() * sizeof(float));
+    }
+}
+
+void finish_rows(const Attention& call, const Rows& state, int64_t sequence, int64_t kv_head, int64_t first_row) {
+    const int64_t group = call.group(), dim = call.cache.head_dim;
+    for (int64_t r = 0; r < state.count; r++) {
+        const int64_t token = call.query_start[sequence] + (first_row + r) / group;
+        const int64_t head = kv_head * group + (first_row + r) % group;
+        bf16* out = call.out + token * call.out_stride + head * dim;
+        const F16 factor = splat(1.0f / state.total[r]);
+        for_lanes(dim, [&](int64_t i, auto, auto put) { put(out + i, load(state.sums[r] + i) * factor); });
+    }
+}
+
+void attend_rows(const Attention& call, int64_t sequence, int64_t kv_head, int64_t first_row) {
+    Rows state;
+    start_rows(call, state, sequence, kv_head, first_row);
+    const int64_t padded_dim = call.cache.padded_dim(), last_key = state.last_key[state.count - 1];
+    int64_t begin = 0, end = 0;  // rows that see something of the block; a row never meets one it sees nothing of
+    for (int64_t key = state.first_key[0] / kKeysPerBlock * kKeysPerBlock; key <= last_key; key += kKeysPerBlock) {
+        const Block block = find_block(call, sequence, kv_head, key, last_key);
+        while (begin < state.count && state.last_key[begin] < key) begin++;
+        while (end < state.count && state.first_key[end] < key + kKeysPerBlock) end++;
+        score(state, block, begin, end, call.cache.head_dim / 2);
+        for (int64_t r = begin; r < end; r++) soften(state, block, r, call.scale, padded_dim);
+        add_values(state, block, begin, end, padded_dim);
+    }
+    finish_rows(call, state, sequence, kv_head, first_row);
+}
+
+// A task is up to 24 rows of one sequence and kv head. `tasks_before` counts them, [sequences + 1].
+int64_t count_tasks(const Attention& call, int64_t* tasks_before) {
+    tasks_before[0] = 0;
+    for (int64_t s = 0; s < call.sequences; s++) {
+        const int64_t rows = (call.query_start[s + 1] - call.query_start[s]) * call.group();
+        tasks_before[s + 1] = tasks_before[s] + ceil_div(rows, kRowsPerTask) * call.cache.kv_heads;
+    }
+    return tasks_before[call.sequences];
+}
+
+void run_task(const Attention& call, const int64_t* tasks_before, int64_t task) {
+    int64_t low = 0, high = call.sequences - 1;  // the last sequence with tasks_before <= task
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (tasks_before[middle] <= task)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    const int64_t tiles = (tasks_before[low + 1] - tasks_before[low]) / call.cache.kv_heads;
+    const int64_t index = task - tasks_before[low];
+    attend_rows(call, low, index / tiles, index % tiles * kRowsPerTask);
+}
+
+// Writing the first token of a pair clears its partner, unless that is written too: the last pair of a sequence is
+// read whole, and whatever was left there (NaN, say) must not reach the sum as 0 * NaN.
+void write_token(const Cache& cache, const bf16* k, const bf16* v, int64_t slot, bool clear_partner) {
+    const int64_t page = slot / cache.page_size, offset = slot % cache.page_size, lane = offset % kLanes;
+    for (int64_t h = 0; h < cache.kv_heads; h++, k += cache.head_dim, v += cache.head_dim) {
+        const int64_t panel = cache.panel(page, h) + offset / kLanes;
+        bf16* keys = cache.keys + panel * cache.key_panel_size() + 2 * lane;
+        for (int64_t i = 0; i < cache.head_dim / 2; i++) memcpy(keys + i * 2 * kLanes, k + 2 * i, 2 * sizeof(bf16));
+        bf16* values = cache.values + panel * cache.value_panel_size() + lane / 2 * 2 * cache.padded_dim() + lane % 2;
+        for (int64_t i = 0; i < cache.head_dim; i++) values[2 * i] = v[i];
+        if (clear_partner)
+            for (int64_t i = 0; i < cache.head_dim; i++) values[2 * i + 1] = 0;
+    }
+}
+
+constexpr int64_t kElementsPerGrain = 16384;
+
+void write_kv(const Cache& cache, const bf16* k, int64_t k_stride, const bf16* v, int64_t v_stride,
+              const int64_t* slots, int64_t tokens) {
+    const int64_t grain = ceil_div(kElementsPerGrain, cache.kv_heads * cache.head_dim);
+    parallel_for(tokens, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const bool partner_follows = t + 1 < tokens && slots[t + 1] == slots[t] + 1;
+            const bool clear_partner = slots[t] % 2 == 0 && !partner_follows;
+            write_token(cache, k + t * k_stride, v + t * v_stride, slots[t], clear_partner);
+        }
+    });
+}
+
+void attention(const Attention& call) {
+    constexpr int64_t kOnStack = 1024;
+    int64_t on_stack[kOnStack + 1];
+    int64_t* tasks_before = call.sequences <= kOnStack ? on_stack : new int64_t[call.sequences + 1];
+    const int64_t tasks = count_tasks(call, tasks_before);
+    // The last tiles of a prompt see the most keys; they go first, so that the threads end together.
+    parallel_for(tasks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; task++) run_task(call, tasks_before, tasks - 1 - task);
+    });
+    if (tasks_before != on_stack) delete[] tasks_before;
+}
+
+}  // namespace
+}  // namespace octavo
+
+// Writes k and v [tokens, kv_heads, head_dim] into `slots` of a cache; slot = page * page_size + offset, page_size a
+// multiple of 16, head_dim even. The rows of k and v may lie `k_stride` and `v_stride` apart.
+OCT_API void OCT_KERNEL(oct_write_kv)(const uint16_t* k, int64_t k_stride, const uint16_t* v, int64_t v_stride,
+                                      uint16_t* keys, uint16_t* values, const int64_t* slots, int64_t tokens,
+                                      int64_t kv_heads, int64_t head_dim, int64_t page_size) {
+    octavo::write_kv({keys, values, kv_heads, head_dim, page_size}, k, k_stride, v, v_stride, slots, tokens);
+}
+
+// Causal attention of q [tokens, heads, head_dim], with head_dim a multiple of 8 up to 256; `window` 0 means none.
+OCT_API void OCT_KERNEL(oct_attention)(const uint16_t* q, int64_t q_stride, uint16_t* out, int64_t out_stride,
+                                       uint16_t* keys, uint16_t* values, const int32_t* query_start,
+                                       const int32_t* seq_lens, const int32_t* block_table, int64_t table_stride,
+                                       int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                       int64_t page_size, float scale, int64_t window) {
+    octavo::attention({{keys, values, kv_heads, head_dim, page_size},
+                       q,
+                       q_stride,
+                       out,
+                       out_stride,
+                       query_start,
+                       seq_lens,
+                       block_table,
+                       table_stride,
+                       sequences,
+                       heads,
+                       scale,
+                       window});
+}

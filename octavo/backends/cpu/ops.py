@@ -1,0 +1,212 @@
+"""The operations in bf16 on the C++ kernels. What is not bf16 goes to the reference.
+
+The wrappers run hundreds of times a step: they check what would crash, pass pointers, and do nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from octavo.backends.base import AttentionMeta, KVCache, SamplingTensors
+from octavo.backends.cpu.lib import Kernels
+from octavo.backends.cpu.memory import Arena, lazy_zeros
+from octavo.backends.kv import FullAttention
+from octavo.backends.reference import Ops, PackedLinear, apply_penalties, filter_logits
+
+LANES = 16
+"""Columns of a packed panel, tokens of a KV panel: what `csrc/cpu` calls kLanes."""
+MAX_HEAD_DIM = 256
+BF16 = torch.bfloat16
+
+
+def _rounded_up(n: int) -> int:
+    return -(-n // LANES) * LANES
+
+
+@dataclass(frozen=True)
+class PanelLinear(PackedLinear):
+    """bf16 panels [N / 16][K / 2][16][2], padded with zeros (`linear.cpp`)."""
+
+    weight_ptr: int
+    bias_ptr: int | None
+
+
+class PanelKVCache(KVCache):
+    """Keys and values in panels of 16 tokens (`attention.cpp`)."""
+
+    def __init__(self, spec: FullAttention, num_pages: int, page_size: int) -> None:
+        assert page_size % LANES == 0, page_size
+        self.kv_heads, self.head_dim = spec.num_kv_heads, spec.head_dim
+        keys, values = panel_elements(spec, page_size)
+        super().__init__(lazy_zeros((num_pages, keys), BF16), lazy_zeros((num_pages, values), BF16), page_size)
+
+
+def panel_elements(spec: FullAttention, page_size: int) -> tuple[int, int]:
+    """Elements of one page: (keys, values)."""
+    tokens = spec.num_kv_heads * page_size
+    return tokens * spec.head_dim, tokens * _rounded_up(spec.head_dim)
+
+
+def supports_head(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and 0 < head_dim <= MAX_HEAD_DIM
+
+
+class CpuOps(Ops):
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._arena = Arena()
+        self._gated = {"silu": kernels.gated_silu, "gelu_tanh": kernels.gated_gelu_tanh}
+
+    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
+        if table.dtype is not BF16:
+            return super().embed(table, token_ids)
+        (vocab, width), rows = table.shape, token_ids.shape[0]
+        assert table.is_contiguous() and token_ids.dtype is torch.int64 and token_ids.is_contiguous()
+        out = torch.empty((rows, width), dtype=BF16)
+        failed = self._kernels.embed(table.data_ptr(), vocab, token_ids.data_ptr(), out.data_ptr(), rows, width)
+        assert not failed, f"a token id is outside the vocabulary of {vocab}"
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype is not BF16 or weight.dtype is not BF16 or x.dim() != 2:
+            return super().rms_norm(x, weight, eps)
+        rows, width = x.shape
+        assert x.stride(1) == 1 and weight.shape == (width,)
+        out = torch.empty((rows, width), dtype=BF16)
+        self._kernels.rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), rows, width, eps)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dtype is not BF16 or weight.dtype is not BF16:
+            return super().add_rms_norm(x, residual, weight, eps)
+        rows, width = x.shape
+        assert x.shape == residual.shape and residual.dtype is BF16 and weight.shape == (width,)
+        assert x.is_contiguous() and residual.is_contiguous()
+        out = torch.empty((rows, width), dtype=BF16)
+        self._kernels.add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps
+        )
+        return out, residual
+
+    def rope(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        if x.dtype is not BF16:
+            return super().rope(x, positions, table)
+        tokens, heads, head_dim = x.shape
+        assert x.stride(2) == 1 and x.stride(1) == head_dim and positions.shape == (tokens,)
+        assert table.dtype is torch.float32 and table.is_contiguous() and table.shape[1] <= head_dim
+        assert positions.dtype is torch.int64 and positions.is_contiguous()
+        self._kernels.rope(
+            x.data_ptr(), x.stride(0), positions.data_ptr(), table.data_ptr(), tokens, heads, head_dim, table.shape[1]
+        )
+        return x
+
+    def gated_act(self, gate_up: Tensor, activation: str) -> Tensor:
+        kernel = self._gated.get(activation)
+        if gate_up.dtype is not BF16 or kernel is None:
+            return super().gated_act(gate_up, activation)
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.stride(1) == 1
+        out = torch.empty((rows, width), dtype=BF16)
+        kernel(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
+        return out
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        if weight.dtype is not BF16 or (bias is not None and bias.dtype is not BF16):
+            return super().pack_linear(weight, bias)
+        (n, k), bias = weight.shape, None if bias is None else bias.contiguous()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        packed = self._arena.empty(_rounded_up(n) * (k + k % 2), BF16)
+        self._kernels.pack_linear(weight.data_ptr(), weight.stride(0), n, k, packed.data_ptr())
+        return PanelLinear(k, n, (packed,), bias, packed.data_ptr(), None if bias is None else bias.data_ptr())
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        if not isinstance(packed, PanelLinear):
+            return super().linear(x, packed, out_dtype)
+        (rows, k), n = x.shape, packed.out_features
+        assert x.dtype is BF16 and x.stride(1) == 1 and k == packed.in_features
+        out = torch.empty((rows, n), dtype=out_dtype or BF16)
+        assert out.dtype is BF16 or out.dtype is torch.float32, out_dtype
+        self._kernels.linear(
+            x.data_ptr(), x.stride(0), rows, packed.weight_ptr, packed.bias_ptr, n, k, out.data_ptr(), n,
+            out.dtype is torch.float32,
+        )  # fmt: skip
+        return out
+
+    def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMeta) -> None:
+        if not isinstance(cache, PanelKVCache):
+            super().write_kv(k, v, cache, meta)
+            return
+        tokens, kv_heads, head_dim = k.shape
+        assert k.dtype is BF16 and v.dtype is BF16 and v.shape == k.shape
+        assert (kv_heads, head_dim) == (cache.kv_heads, cache.head_dim)
+        assert k.stride()[1:] == (head_dim, 1) and v.stride()[1:] == (head_dim, 1)
+        assert meta.slots.dtype is torch.int64 and meta.slots.shape == (tokens,) and meta.slots.is_contiguous()
+        self._kernels.write_kv(
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.k.data_ptr(), cache.v.data_ptr(),
+            meta.slots.data_ptr(), tokens, kv_heads, head_dim, cache.page_size,
+        )  # fmt: skip
+
+    def attention(self, q: Tensor, cache: KVCache, meta: AttentionMeta, scale: float, window: int | None) -> Tensor:
+        if not isinstance(cache, PanelKVCache):
+            return super().attention(q, cache, meta, scale, window)
+        tokens, heads, head_dim = q.shape
+        assert q.dtype is BF16 and head_dim == cache.head_dim and heads % cache.kv_heads == 0
+        assert q.stride()[1:] == (head_dim, 1) and (window is None or window > 0)
+        start, lens, table = meta.query_start, meta.seq_lens, meta.block_table
+        assert start.dtype is torch.int32 and lens.dtype is torch.int32 and table.dtype is torch.int32
+        assert start.is_contiguous() and lens.is_contiguous() and table.stride(1) == 1
+        assert start.shape[0] == lens.shape[0] + 1 and meta.page_size == cache.page_size
+        out = torch.empty((tokens, heads, head_dim), dtype=BF16)
+        self._kernels.attention(
+            q.data_ptr(), q.stride(0), out.data_ptr(), heads * head_dim, cache.k.data_ptr(), cache.v.data_ptr(),
+            start.data_ptr(), lens.data_ptr(), table.data_ptr(), table.stride(0), lens.shape[0], heads,
+            cache.kv_heads, head_dim, cache.page_size, scale, window or 0,
+        )  # fmt: skip
+        return out
+
+    def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        logits = apply_penalties(logits, params)
+        temperature = params.temperature
+        if params.needs_filter:
+            logits, temperature = _filter_rows(logits, params)
+        rows, vocab = logits.shape
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1
+        assert temperature.dtype is torch.float32 and temperature.is_contiguous()
+        assert params.keys.dtype is torch.int64 and params.keys.is_contiguous()
+        tokens = torch.empty(rows, dtype=torch.int64)
+        self._kernels.sample(
+            logits.data_ptr(), logits.stride(0), rows, vocab, temperature.data_ptr(), params.keys.data_ptr(),
+            tokens.data_ptr(),
+        )  # fmt: skip
+        return tokens
+
+    def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if logits.dtype is not torch.float32:
+            return super().logprobs(logits, token_ids, top)
+        rows, vocab = logits.shape
+        assert logits.stride(1) == 1 and token_ids.dtype is torch.int64 and token_ids.is_contiguous()
+        assert top <= vocab and token_ids.shape == (rows,)
+        chosen, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        values, ids = torch.empty((rows, top)), torch.empty((rows, top), dtype=torch.int64)
+        self._kernels.logprobs(
+            logits.data_ptr(), logits.stride(0), rows, vocab, token_ids.data_ptr(), chosen.data_ptr(),
+            ranks.data_ptr(), top, values.data_ptr(), ids.data_ptr(),
+        )  # fmt: skip
+        return chosen, ranks, values, ids
+
+
+def _filter_rows(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """(logits, temperature) with the rows that have a filter scaled and filtered, and their temperature set to 1."""
+    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    rows = (filtered & (params.temperature > 0)).nonzero().squeeze(1)
+    temperature = params.temperature
+    some = replace(
+        params, temperature=temperature[rows], top_k=params.top_k[rows], top_p=params.top_p[rows],
+        min_p=params.min_p[rows], keys=params.keys[rows], penalties=None,
+    )  # fmt: skip
+    logits[rows] = filter_logits(logits[rows] / some.temperature.unsqueeze(1), some)
+    return logits, temperature.index_fill(0, rows, 1.0)
