@@ -170,35 +170,38 @@ struct Q6_K {
 constexpr int64_t kElementsPerGrain = 65536;
 
 template <class Format, class T>
-void run(const uint8_t* data, T* out, int64_t elements) {
-    parallel_for(elements / Format::elements, kElementsPerGrain / Format::elements, [&](int64_t begin, int64_t end) {
+int run(const uint8_t* data, int64_t bytes, T* out, int64_t elements) {
+    const int64_t blocks = elements / Format::elements;
+    if (blocks * Format::elements != elements || blocks * Format::bytes != bytes) return 1;
+    parallel_for(blocks, kElementsPerGrain / Format::elements, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) Format::block(data + i * Format::bytes, out + i * Format::elements);
     });
+    return 0;
 }
 
 template <class T>
-int dequantize(int type, const uint8_t* data, T* out, int64_t n) {
+int dequantize(int type, const uint8_t* data, int64_t bytes, T* out, int64_t elements) {
     switch (type) {  // ggml's numbers
         case 1:
-            return run<F16Format>(data, out, n), 0;
+            return run<F16Format>(data, bytes, out, elements);
         case 2:
-            return run<Q4_0>(data, out, n), 0;
+            return run<Q4_0>(data, bytes, out, elements);
         case 3:
-            return run<Q4_1>(data, out, n), 0;
+            return run<Q4_1>(data, bytes, out, elements);
         case 6:
-            return run<Q5_0>(data, out, n), 0;
+            return run<Q5_0>(data, bytes, out, elements);
         case 7:
-            return run<Q5_1>(data, out, n), 0;
+            return run<Q5_1>(data, bytes, out, elements);
         case 8:
-            return run<Q8_0>(data, out, n), 0;
+            return run<Q8_0>(data, bytes, out, elements);
         case 12:
-            return run<Q4_K>(data, out, n), 0;
+            return run<Q4_K>(data, bytes, out, elements);
         case 13:
-            return run<Q5_K>(data, out, n), 0;
+            return run<Q5_K>(data, bytes, out, elements);
         case 14:
-            return run<Q6_K>(data, out, n), 0;
+            return run<Q6_K>(data, bytes, out, elements);
         case 30:
-            return run<BF16Format>(data, out, n), 0;
+            return run<BF16Format>(data, bytes, out, elements);
         default:
             return 1;
     }
@@ -207,8 +210,10 @@ int dequantize(int type, const uint8_t* data, T* out, int64_t n) {
 }  // namespace
 }  // namespace octavo
 
-// Dequantizes `elements` of a ggml type, whole blocks, to float32 or bf16. Returns 0, or 1 for an unknown type.
-OCT_API int OCT_KERNEL(oct_dequantize)(int type, const uint8_t* data, void* out, int64_t elements, int float_output) {
-    if (float_output) return octavo::dequantize(type, data, static_cast<float*>(out), elements);
-    return octavo::dequantize(type, data, static_cast<uint16_t*>(out), elements);
+// Dequantizes whole blocks of a ggml type to `elements` of float32 or bf16. Returns 0, or 1, having written nothing,
+// for an unknown type or when `bytes` is not the size of that many.
+OCT_API int OCT_KERNEL(oct_dequantize)(int type, const uint8_t* data, int64_t bytes, void* out, int64_t elements,
+                                       int float_output) {
+    if (float_output) return octavo::dequantize(type, data, bytes, static_cast<float*>(out), elements);
+    return octavo::dequantize(type, data, bytes, static_cast<uint16_t*>(out), elements);
 }

@@ -41,7 +41,11 @@ OCT_INLINE void rotate_head(bf16* x, const float* cosines, int64_t half) {
     });
 }
 
-OCT_INLINE F16 sigmoid(F16 x) { return splat(1.0f) / (splat(1.0f) + exp(zeros() - x)); }
+// 1 / (1 + exp(-x)), with an exponential that cannot overflow.
+OCT_INLINE F16 sigmoid(F16 x) {
+    const F16 e = exp(zeros() - max(x, zeros() - x)), one = splat(1.0f);
+    return where_less(x, zeros(), e, one) / (one + e);
+}
 OCT_INLINE F16 silu(F16 x) { return x * sigmoid(x); }
 // 0.5 x (1 + tanh(u)) is x sigmoid(2 u).
 OCT_INLINE F16 gelu_tanh(F16 x) {

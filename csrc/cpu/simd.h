@@ -113,7 +113,8 @@ OCT_INLINE void for_lanes(int64_t n, const Body& body) {
         body(i, [n, i](auto* p) { return load_some(p, n - i); }, [n, i](auto* p, F16 x) { store_some(p, x, n - i); });
 }
 
-// exp(x) to about 1 ulp; exactly 0 below -87.3, the normal range's end. Polynomial of Cephes' expf (S. Moshier).
+// exp(x) to about 1 ulp for x up to 88; exactly 0 below -87.3, the normal range's end. Polynomial of Cephes' expf
+// (S. Moshier).
 OCT_INLINE F16 exp(F16 x) {
     const F16 lowest = splat(-87.33654f);
     const F16 clamped = max(x, lowest);

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sample": (None, (_P, _N, _N, _N, _P, _P, _P)),
     "exponential_noise": (None, (_P, _N, _N, _P)),
     "logprobs": (None, (_P, _N, _N, _N, _P, _P, _P, _N, _P, _P)),
-    "dequantize": (c_int, (c_int, _P, _P, _N, c_int)),
+    "dequantize": (c_int, (c_int, _P, _N, _P, _N, c_int)),
 }
 
 
@@ -130,23 +130,13 @@ def available() -> bool:
     return load() is not None
 
 
-def dequantize(type_id: int, data: np.ndarray, shape: Iterable[int], out_dtype: torch.dtype) -> torch.Tensor:
-    """GGUF blocks of ggml type `type_id` (`data`: contiguous uint8) as a float32 or bfloat16 tensor of `shape`."""
+def dequantize(type_id: int, data: np.ndarray[Any, np.dtype[np.uint8]], out: torch.Tensor) -> None:
+    """Writes the values of GGUF blocks of ggml type `type_id` over `out`, contiguous float32 or bfloat16."""
     functions = kernels()
     assert functions is not None, "ask available() first"
-    assert out_dtype in (torch.float32, torch.bfloat16), out_dtype
-    assert data.dtype == np.uint8 and data.flags.c_contiguous
-    out = torch.empty(tuple(shape), dtype=out_dtype)
-    block, block_bytes = _block_size(type_id)
-    assert out.numel() % block == 0 and out.numel() // block * block_bytes == data.size, (type_id, data.size, shape)
-    failed = functions.dequantize(type_id, data.ctypes.data, out.data_ptr(), out.numel(), out_dtype is torch.float32)
-    assert not failed, f"no kernel for ggml type {type_id}"
-    return out
-
-
-@cache
-def _block_size(type_id: int) -> tuple[int, int]:
-    import gguf
-
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(type_id)]
-    return int(elements), int(size)
+    assert out.dtype in (torch.float32, torch.bfloat16) and out.is_contiguous(), (out.dtype, out.stride())
+    assert data.dtype == np.uint8 and data.flags.c_contiguous, data.dtype
+    failed = functions.dequantize(
+        type_id, data.ctypes.data, data.size, out.data_ptr(), out.numel(), out.dtype is torch.float32
+    )
+    assert not failed, f"{data.size} bytes of ggml type {type_id} for {out.numel()} values"

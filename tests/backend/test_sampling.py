@@ -1,0 +1,134 @@
+"""The sampler against the reference on the same keys; logprobs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from octavo.backends.base import Penalties, SamplingTensors
+from octavo.backends.reference import Ops, apply_penalties, exponential_noise
+from tests.backend.conftest import library
+from tests.matrix import sample
+
+VOCABS = [1, 2, 15, 16, 33, 4096, 4097, 10000]
+
+
+def sampling(rows, temperature=None, **fields):
+    temperature = torch.rand(rows) * 2 + 0.1 if temperature is None else temperature
+    values = {
+        "top_k": torch.zeros(rows, dtype=torch.int32), "top_p": torch.ones(rows), "min_p": torch.zeros(rows),
+        "keys": torch.randint(-(2**63), 2**63 - 1, (rows,)), "needs_filter": False, "penalties": None,
+    } | fields  # fmt: skip
+    return SamplingTensors(temperature, all_greedy=bool((temperature == 0).all()), **values)
+
+
+def noise_of(ops, keys, vocab):
+    out = torch.empty(len(keys), vocab)
+    ops._kernels.exponential_noise(keys.data_ptr(), len(keys), vocab, out.data_ptr())
+    return out
+
+
+def check_race(got, logits, params):
+    """Equal to the reference, or within 1e-5 of winning the reference's race."""
+    truth = Ops().sample(logits.clone(), params)
+    for r in (got != truth).nonzero().flatten().tolist():
+        scaled = logits[r].double() / params.temperature[r].double()
+        race = scaled.softmax(-1) / exponential_noise(params.keys[r : r + 1], len(scaled))[0].double()
+        assert race[got[r]] >= race[truth[r]] * (1 - 1e-5), (r, got[r], truth[r])
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_noise_equals_the_reference(ops, vocab):
+    keys = torch.randint(-(2**63), 2**63 - 1, (3,))
+    torch.testing.assert_close(noise_of(ops, keys, vocab), exponential_noise(keys, vocab), atol=0, rtol=4e-7)
+
+
+def test_noise_of_the_smallest_hash(ops):
+    """Keys whose first hash has upper bits 0, 1 and all ones: where cancellation would hurt most."""
+    keys = torch.tensor([_key_of_hash(bits << 32 | 7) for bits in (0, 1, 2**30 - 1, 2**30, 2**31, 2**32 - 1)])
+    torch.testing.assert_close(noise_of(ops, keys, 1), exponential_noise(keys, 1), atol=0, rtol=4e-7)
+
+
+def _key_of_hash(value):
+    """The inverse of the reference's hash, for token 0."""
+    mask = (1 << 64) - 1
+    for factor in (0xC4CEB9FE1A85EC53, 0xFF51AFD7ED558CCD):
+        value = (value ^ value >> 33) * pow(factor, -1, 1 << 64) & mask
+    value = (value ^ value >> 33) - 0x9E3779B97F4A7C15 & mask
+    return value - (1 << 64) if value >> 63 else value
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_sample_equals_the_reference(ops, vocab):
+    logits = torch.randn(12, vocab) * 4
+    temperature = torch.where(torch.rand(12) < 0.3, 0.0, torch.rand(12) * 2 + 0.05)
+    params = sampling(12, temperature)
+    got = ops.sample(logits.clone(), params)
+    assert got.dtype is torch.int64
+    check_race(got, logits, params)
+    greedy = temperature == 0
+    assert torch.equal(got[greedy], logits.argmax(-1)[greedy])
+
+
+def test_filters(ops, reference):
+    rows, vocab = 24, 500
+    logits = torch.randn(rows, vocab) * 3
+    params = sampling(
+        rows, torch.where(torch.rand(rows) < 0.2, 0.0, torch.rand(rows) + 0.3),
+        top_k=torch.tensor([random.choice([0, 1, 5, 40]) for _ in range(rows)], dtype=torch.int32),
+        top_p=torch.tensor([random.choice([1.0, 0.9, 0.1]) for _ in range(rows)]),
+        min_p=torch.tensor([random.choice([0.0, 0.05]) for _ in range(rows)]), needs_filter=True,
+    )  # fmt: skip
+    assert torch.equal(ops.sample(logits.clone(), params), reference.sample(logits.clone(), params))
+
+
+def test_penalties(ops, reference):
+    logits = torch.randn(2, 50)
+    index = torch.tensor(sorted(random.sample(range(100), 20)))
+    p = Penalties(index, torch.randint(0, 3, (20,)).float(), torch.full((20,), 1.5), torch.rand(20), torch.rand(20))
+    params = sampling(2, torch.zeros(2), penalties=p)
+    assert torch.equal(ops.sample(logits.clone(), params), reference.sample(logits.clone(), params))
+    changed = apply_penalties(logits.clone(), params)
+    assert torch.equal(ops.sample(logits.clone(), params), changed.argmax(-1))
+
+
+def test_a_row_is_the_same_alone_and_with_any_threads(ops):
+    logits, params = torch.randn(9, 9000) * 2, sampling(9)
+    want = ops.sample(logits.clone(), params)
+    for threads in (1, 2, 3):
+        library().set_threads(threads)
+        assert torch.equal(ops.sample(logits.clone(), params), want)
+    for r in range(9):
+        one = sampling(1, params.temperature[r : r + 1], keys=params.keys[r : r + 1])
+        assert torch.equal(ops.sample(logits[r : r + 1].clone(), one), want[r : r + 1])
+
+
+def test_draws_follow_the_distribution(ops):
+    logits = torch.tensor([0.0, 1.0, 2.0, float("-inf"), 0.5]).repeat(20000, 1)
+    counts = torch.bincount(ops.sample(logits.clone(), sampling(20000, torch.ones(20000))), minlength=5)
+    want = logits[0].softmax(-1) * 20000
+    assert counts[3] == 0
+    assert ((counts - want).abs() < 6 * want.clamp(min=1).sqrt()).all(), (counts, want)
+
+
+@pytest.mark.parametrize("vocab", sample(VOCABS, 5))
+def test_logprobs(ops, reference, vocab):
+    top = random.randint(0, min(20, vocab))
+    logits = torch.randn(7, vocab) * 5
+    ids = torch.randint(0, vocab, (7,))
+    got, want = ops.logprobs(logits, ids, top), reference.logprobs(logits, ids, top)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+    torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-6)
+    assert torch.equal(got[1], want[1])
+    torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
+    assert torch.equal(got[3], want[3])
+
+
+def test_logprobs_of_equal_logits(ops):
+    """Equals are reported by lower id, and a token's rank counts only what is above it."""
+    chosen, rank, values, ids = ops.logprobs(torch.zeros(1, 40), torch.tensor([30]), 5)
+    assert rank.tolist() == [1] and ids.tolist() == [[0, 1, 2, 3, 4]]
+    torch.testing.assert_close(values, torch.full((1, 5), chosen.item()))
