@@ -10,6 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from octavo.backends.cpu import lib
 from octavo.errors import BadModelFile
 from octavo.formats.gguf import BLOCK_TYPES
 from octavo.formats.mapped import PLAIN_TYPES
@@ -49,6 +50,9 @@ def _convert(out: Tensor, data: Bytes, kind: str) -> None:
             out.view(torch.uint8).numpy()[:] = data
         else:
             out.copy_(torch.from_numpy(data.copy()).view(_PLAIN[kind]))
+        return
+    if out.dtype in (torch.float32, torch.bfloat16) and lib.available():
+        lib.dequantize(GGMLQuantizationType[kind], data, out)
         return
     values = dequantize(data.reshape(1, -1), GGMLQuantizationType[kind])
     out.copy_(torch.from_numpy(values.reshape(-1)))
