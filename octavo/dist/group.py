@@ -6,9 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT_S = 1800.0
-
-
 class Group:
     """This process's place among `size` ranks. `SINGLE` is the group of one, in which nothing is ever sent."""
 
