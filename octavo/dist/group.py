@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+
 class Group:
     """This process's place among `size` ranks. `SINGLE` is the group of one, in which nothing is ever sent."""
 

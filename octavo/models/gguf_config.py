@@ -53,7 +53,9 @@ def hf_config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     own = {key[len(prefix) :]: value for key, value in file.metadata.items() if key.startswith(prefix)}
     arch = ConfigReader(own, f"{file.path}: {prefix}*")
     heads, hidden = arch.get("attention.head_count", int), arch.get("embedding_length", int)
-    head_dim = arch.get("attention.key_length", int, hidden // heads if heads > 0 else 0)
+    if heads < 1:
+        raise BadModelFile(f"{arch.source}: attention.head_count is {heads}", limit="at least 1", fix=_AGAIN)
+    head_dim = arch.get("attention.key_length", int, hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         arch.only(key, head_dim)
     arch.only("expert_count", 0)
