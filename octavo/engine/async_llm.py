@@ -1,0 +1,244 @@
+"""The engine with text on both sides, for servers and programs that run an event loop. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from octavo.config import EngineArgs
+from octavo.engine import admission
+from octavo.engine.choice_text import ChoiceText
+from octavo.engine.client import EngineClient
+from octavo.engine.messages import EngineFacts, Stats
+from octavo.engine.model_text import LoadedModel, OnProgress, in_daemon_thread, prepare
+from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
+from octavo.engine.types import Request, SamplingParams, TokenEvent
+from octavo.errors import InvalidRequest, OctavoError, from_wire
+
+log = logging.getLogger("octavo.engine")
+HEALTH_TIMEOUT_S = 60.0
+"""longer than any sane step, even of a large prefill on a small CPU"""
+ENCODE_IN_THREAD_CHARACTERS = 2048
+"""longer texts are tokenized beside the event loop, so that no stream waits for them"""
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""a text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`"""
+
+
+class AsyncLLM:
+    """Text in, text out. Made by `create`; ended by `shutdown`."""
+
+    def __init__(self, args: EngineArgs, model: LoadedModel, client: EngineClient, max_buffered_events: int) -> None:
+        """For `create`."""
+        self.args, self.config, self.tokenizer = args, model.config, model.tokenizer
+        self.model_names = args.served_model_name or (args.model,)
+        self.default_params = admission.default_params(args.generation_config, model.checkpoint.generation_config)
+        self.on_stats: Callable[[Stats], None] = lambda _: None
+        """told of the engine's stats whenever they come with tokens of a new step"""
+        self._model, self._client, self._max_buffered_events = model, client, max_buffered_events
+        self._last_step = 0
+        self._numbers = itertools.count()
+        self._dead: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.ensure_future(self._keep_alive(args.engine_restarts))
+
+    @classmethod
+    async def create(
+        cls, args: EngineArgs, on_progress: OnProgress | None = None, *, max_buffered_events: int = 4096
+    ) -> AsyncLLM:
+        """Finds the model, reads its header, and starts the engine; `on_progress` may be called from any thread.
+
+        `max_buffered_events` are held for a caller who reads too slowly; past that its request ends with Overloaded.
+        Raises ModelNotFound, BadModelFile, DeviceUnavailable, NotEnoughMemory or UsageError.
+        """
+        model = await in_daemon_thread(lambda: prepare(args, on_progress))
+        client = await EngineClient.start(model.config, on_progress, max_buffered_events=max_buffered_events)
+        return cls(args, model, client, max_buffered_events)
+
+    async def _keep_alive(self, restarts: int) -> None:
+        """Starts a dead engine again as often as was allowed; then says that it is dead."""
+        while True:
+            error = await self._client.died()
+            await self._client.shutdown()
+            while restarts:
+                restarts -= 1
+                log.error("%s; starting it again, %d restarts left", error, restarts)
+                try:
+                    self._client = await EngineClient.start(self.config, max_buffered_events=self._max_buffered_events)
+                    break
+                except OctavoError as err:
+                    error = err
+            else:
+                self._dead.set_result(error)
+                return
+
+    async def wait_dead(self) -> OctavoError:
+        """Waits until the engine is dead for good, and returns why."""
+        return await asyncio.shield(self._dead)
+
+    # What is known of the model and the engine
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._client.facts
+
+    @property
+    def stats(self) -> Stats:
+        """As of the engine's latest message."""
+        return self._client.stats
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer together; the engine may have found room for fewer than the model has."""
+        return self.facts.max_model_len
+
+    def timing_of(self, request_id: str) -> Callable[[], list[float] | None]:
+        """Asks when an open request was queued and first scheduled; seconds since the epoch, None before its first token."""
+        return lambda: self._client.timings.get(request_id)
+
+    # Text and tokens
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) <= ENCODE_IN_THREAD_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Raises InvalidRequest for an id out of range."""
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.token_text(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id)
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+        continue_final_message: bool = False, add_special_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[int]]:  # fmt: skip
+        """A conversation as the model's template writes it, and its tokens. Raises TemplateError or InvalidRequest."""
+        template = self._model.template
+        if template is None:
+            raise InvalidRequest("this model has no chat template", fix="start with --chat-template FILE")
+
+        def both() -> tuple[str, list[int]]:
+            text = template.render(
+                messages, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, **(template_kwargs or {}),
+            )  # fmt: skip
+            return text, self.tokenizer.encode(text, add_special_tokens)
+
+        return await asyncio.to_thread(both)
+
+    # Generation
+
+    def check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt_name: str = "prompt",
+        capped: bool = False, names: Mapping[str, str] | None = None,
+    ) -> SamplingParams:  # fmt: skip
+        """The parameters as they will be used, `max_tokens` filled in.
+
+        `capped`: too large a `max_tokens` is lowered and not refused. `names` gives the caller's names for parameters.
+        Raises InvalidRequest naming the parameter, its value and its limit.
+        """
+        try:
+            params = admission.typed(params)
+            params.verify(self.config.vocab_size, self.args.max_logprobs)
+            admission.check_prompt(prompt_token_ids, self.config.vocab_size, self.max_model_len, prompt_name)
+            return admission.fit_max_tokens(params, len(prompt_token_ids), self.max_model_len, not capped)
+        except InvalidRequest as err:
+            raise admission.renamed(err, names or {}) from None
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[list[ChoiceDelta], None]:  # fmt: skip
+        """Deltas of all choices as they come. Closing it early aborts the request.
+
+        `params` are those that `check` returned. Raises, while iterating, Overloaded, EngineDead, or what the engine
+        found.
+        """
+        request = Request(
+            request_id=request_id or self.new_id(), prompt_token_ids=list(prompt_token_ids), sampling=params,
+            arrival_time=time.time(), cache_salt=cache_salt,
+        )  # fmt: skip
+        return self._deltas(request)
+
+    async def _deltas(self, request: Request) -> AsyncGenerator[list[ChoiceDelta], None]:
+        client, sampling = self._client, request.sampling
+        choices = [ChoiceText(self.tokenizer, sampling, request.prompt_token_ids) for _ in range(sampling.n)]
+        events_of = cast("AsyncGenerator[list[TokenEvent], None]", client.generate(request))
+        async with aclosing(events_of) as batches:
+            async for events in batches:
+                self._note_step(client.stats)
+                deltas = []
+                for event in events:
+                    if event.error is not None:
+                        raise from_wire(event.error)
+                    choice = choices[event.choice]
+                    if choice.open:
+                        deltas.append(choice.take(event))
+                        if not choice.open and event.finish_reason is None:
+                            client.abort(request.request_id, [event.choice])
+                if deltas:
+                    yield deltas
+                if not any(choice.open for choice in choices):
+                    return
+
+    def _note_step(self, stats: Stats) -> None:
+        if stats.steps != self._last_step:
+            self._last_step = stats.steps
+            self.on_stats(stats)
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The output as far as it has come, again and again; the last one is `finished`.
+
+        Raises InvalidRequest; while iterating also Overloaded, EngineDead, or what the engine found.
+        """
+        text, ids = await self.tokenized(prompt)
+        params = self.check(ids, sampling_params or SamplingParams(**self.default_params))
+        request_id = request_id or self.new_id()
+        builder = OutputBuilder(request_id, text, ids, params.n, self.token_text)
+        async with aclosing(self.stream(ids, params, request_id=request_id)) as stream:
+            async for deltas in stream:
+                builder.add(deltas)
+                yield builder.snapshot()
+
+    async def tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it has one, and its token ids. Raises InvalidRequest."""
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        else:
+            text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if ids is not None and all(type(i) is int for i in ids):
+            return text, list(ids)
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                f"a prompt is {type(prompt).__name__}", limit="text, token ids, or a dict with prompt or prompt_token_ids",
+                fix="give one of them", param="prompt",
+            )  # fmt: skip
+        return text, await self.encode(text)
+
+    def new_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; one that is unknown or over is let be."""
+        self._client.abort(request_id)
+
+    async def check_health(self) -> None:
+        """Returns once the engine's loop has answered, which is between two steps. Raises EngineDead."""
+        await self._client.check_health(HEALTH_TIMEOUT_S)
+
+    async def shutdown(self, drain: bool = False) -> None:
+        """Ends the engine, after running requests when `drain`. Again is harmless."""
+        self._keeper.cancel()
+        await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._client.shutdown(drain)

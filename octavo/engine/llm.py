@@ -1,0 +1,223 @@
+"""The engine for plain scripts: `LLM(model="smollm2").generate(["Hello"])`. No torch here."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from octavo.config import EngineArgs
+from octavo.engine.async_llm import AsyncLLM, Prompt
+from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
+from octavo.engine.types import SamplingParams
+from octavo.errors import InvalidRequest, UsageError
+
+T = TypeVar("T")
+MAX_OPEN_REQUESTS = 512
+"""requests in the engine at once; more would only wait there"""
+CLOSE_TIMEOUT_S = 30.0
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """Loads a model and answers lists of prompts; keyword names are vLLM's.
+
+    The engine ends with `close`, with a `with` block, with the object's last reference or with the program.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """`settings` are the fields of `EngineArgs`. Raises UsageError and what `AsyncLLM.create` raises."""
+        args = _engine_args(model, settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="octavo-llm", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop_loop, self._loop, self._thread)
+        try:
+            self._llm: AsyncLLM = self._wait(AsyncLLM.create(args))
+        except BaseException:
+            self.close()
+            raise
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _close, self._llm, self._loop, self._thread)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """One output a prompt, in their order. `use_tqdm` shows a progress bar on a terminal.
+
+        Raises InvalidRequest, before anything is generated, for a prompt or parameter that cannot be served.
+        """
+        return self._wait(self._generate(_listed(prompts), sampling_params, use_tqdm))
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
+        use_tqdm: bool = True, add_generation_prompt: bool = True, continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answers one conversation or several. Raises InvalidRequest or TemplateError."""
+        several: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+
+        async def answer() -> list[RequestOutput]:
+            prompts = []
+            for conversation in several:
+                text, ids = await self._llm.render(
+                    conversation, add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message, template_kwargs=chat_template_kwargs,
+                )  # fmt: skip
+                prompts.append({"prompt": text, "prompt_token_ids": ids})
+            return await self._generate(prompts, sampling_params, use_tqdm)
+
+        return self._wait(answer())
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self._llm.default_params)
+
+    def close(self) -> None:
+        """Ends the engine. Again is harmless."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, done on our own loop; Ctrl-C cancels it, and with it its requests."""
+        if not self._finalizer.alive:
+            work.close()
+            raise UsageError("this LLM is closed", fix="make a new one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _generate(
+        self, prompts: Sequence[Prompt], sampling_params: Params, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        llm = self._llm
+        checked = []
+        for prompt, params in zip(prompts, self._params_for(len(prompts), sampling_params), strict=True):
+            text, ids = await llm.tokenized(prompt)
+            checked.append((text, ids, llm.check(ids, params)))
+        places = asyncio.Semaphore(MAX_OPEN_REQUESTS)
+        with _Bar(len(checked), use_tqdm) as bar:
+
+            async def answer(text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
+                async with places:
+                    return await _answer(llm, text, ids, params, bar.count)
+
+            tasks = [asyncio.ensure_future(answer(*one)) for one in checked]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _params_for(self, count: int, params: Params) -> Sequence[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequest(
+                f"there are {count} prompts and {len(params)} sampling_params", limit="one for all or one for each",
+                fix="make the lists equally long", param="sampling_params",
+            )  # fmt: skip
+        return params
+
+
+async def _answer(
+    llm: AsyncLLM, text: str | None, ids: list[int], params: SamplingParams, count: Callable[[list[ChoiceDelta]], None]
+) -> RequestOutput:
+    request_id = llm.new_id()
+    builder = OutputBuilder(request_id, text, ids, params.n, llm.token_text)
+    async with aclosing(llm.stream(ids, params, request_id=request_id)) as stream:
+        async for deltas in stream:
+            builder.add(deltas)
+            count(deltas)
+    count([])
+    return builder.output
+
+
+class _Bar:
+    """Prompts done and tokens a second, on a terminal only."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        self.bar: Progress | None = None
+        self.tokens = 0
+        if wanted and sys.stderr.isatty():
+            columns = (
+                TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
+            )  # fmt: skip
+            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.task = self.bar.add_task("prompts", total=total, rate="")
+
+    def count(self, deltas: list[ChoiceDelta]) -> None:
+        """No deltas: a prompt is done."""
+        self.tokens += sum(len(delta.token_ids) for delta in deltas)
+        if self.bar is not None:
+            elapsed = self.bar.tasks[0].elapsed or 1e-9
+            self.bar.update(self.task, advance=0 if deltas else 1, rate=f"{self.tokens / elapsed:.1f} tokens/s")
+
+    def __enter__(self) -> _Bar:
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def _engine_args(model: str, settings: Mapping[str, Any]) -> EngineArgs:
+    known = {f.name for f in fields(EngineArgs)} - {"model"}
+    for name in settings:
+        if name not in known:
+            raise UsageError(
+                f"LLM has no setting {name!r}", limit=", ".join(sorted(known)), fix="leave it out", param=name
+            )
+    names = settings.get("served_model_name") or ()
+    served = (names,) if isinstance(names, str) else tuple(names)
+    return EngineArgs(model=model, **{**settings, "served_model_name": served})
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A lone text, dict or list of token ids is one prompt."""
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return prompts  # type: ignore[return-value]
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(CLOSE_TIMEOUT_S)
+
+
+def _close(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if thread.is_alive():
+        asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result(CLOSE_TIMEOUT_S)
+        _stop_loop(loop, thread)

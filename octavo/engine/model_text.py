@@ -1,0 +1,78 @@
+"""What the API process knows of a model: its settings, tokenizer and chat template. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from octavo.config import EngineArgs, EngineConfig, resolve
+from octavo.engine.messages import Progress
+from octavo.errors import UsageError
+from octavo.hub.resolve import resolve_model
+from octavo.models.checkpoint import Checkpoint, open_checkpoint
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer, load_tokenizer
+
+T = TypeVar("T")
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    checkpoint: Checkpoint
+    config: EngineConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None for a model that was not made for chat"""
+
+
+def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
+    """All that comes before the engine starts. Reads files and may download.
+
+    Raises ModelNotFound, BadModelFile, TemplateError or UsageError.
+    """
+    path = resolve_model(args.model, args.download_dir, on_progress)
+    checkpoint = open_checkpoint(path)
+    config = resolve(args, checkpoint.facts())
+    tokenizer = load_tokenizer(Path(args.tokenizer) if args.tokenizer else path)
+    return LoadedModel(checkpoint, config, tokenizer, _template(args, tokenizer))
+
+
+def _template(args: EngineArgs, tokenizer: Tokenizer) -> ChatTemplate | None:
+    source, tool_source = args.chat_template, None
+    if source is None:
+        source, tool_source = tokenizer.chat_template, tokenizer.tool_template
+    elif "{" not in source:
+        raise UsageError(
+            f"chat_template {source!r} is no Jinja template", fix="give the template's text", param="chat_template"
+        )
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens, tool_source)
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Like `asyncio.to_thread`, but a program that is told to end does not wait for it: it may be downloading."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as err:
+            result, error = None, err
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="octavo-prepare", daemon=True).start()
+    return await done

@@ -1,0 +1,185 @@
+"""From settings to a running server and back to an exit code. `serve` is what `octavo serve` calls."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+import octavo
+from octavo.config import EngineArgs, ServerArgs
+from octavo.engine.async_llm import AsyncLLM
+from octavo.errors import EngineDead, OctavoError, UsageError
+from octavo.server.app import build_app
+from octavo.server.progress import LoadingBar
+from octavo.server.serving import Serving
+
+log = logging.getLogger("octavo.server")
+SEND_BUFFER_BYTES = 256 << 10
+"""the system's buffer of each connection: enough for any stream, and a bound on what a slow client can hold there"""
+DEATH_NOTICE_S = 2.0
+"""how long a server without engine still answers 503, so that clients and probes learn why it goes"""
+GRACEFUL_CLOSE_S = 5
+"""for connections to take their last bytes once nothing is generated any more"""
+
+
+def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
+    """Serves until a signal or the engine's end; returns the exit code. A user's mistake is one line on stderr."""
+    _set_up_logging(server_args.log_level)
+    try:
+        with bound(server_args.host, server_args.port) as sock:
+            return _run(_serve(engine_args, server_args, sock))
+    except OctavoError as err:
+        print(f"octavo: error: {err}", file=sys.stderr)
+        return err.exit_code
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    if sys.platform == "win32":
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)
+
+
+def _set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at that address, not listening yet. Raises UsageError when it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, proto)
+    except (OSError, OverflowError, UnicodeError) as err:
+        raise UsageError(f"cannot listen on {host}:{port}: {err}", fix="correct --host and --port") from err
+    with sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        try:
+            sock.bind(address)
+        except (OSError, OverflowError) as err:
+            taken = isinstance(err, OSError) and err.errno == errno.EADDRINUSE
+            cause = "the port is taken" if taken else getattr(err, "strerror", None) or str(err)
+            fix = "choose another --port or stop what listens there" if taken else "correct --host and --port"
+            raise UsageError(f"cannot listen on {host}:{port}: {cause}", fix=fix, param="port") from err
+        yield sock
+
+
+class Signals:
+    """The first SIGTERM or SIGINT asks to finish, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours."""
+        yield
+
+
+async def _serve(engine_args: EngineArgs, server_args: ServerArgs, sock: socket.socket) -> int:
+    signals = Signals()
+    llm = await _loaded(engine_args, server_args.max_buffered_events, signals)
+    if llm is None:
+        return 0
+    try:
+        serving = Serving(llm, server_args)
+        server = _Server(_config(serving))
+        running = asyncio.ensure_future(server.serve(sockets=[sock]))
+        while not server.started and not running.done():
+            await asyncio.sleep(0.01)
+        _announce(serving, sock)
+        code = await _until_end(serving, running, signals)
+        server.should_exit = True
+        if signals.second.is_set():
+            server.force_exit = True
+        await running
+        return code
+    finally:
+        await llm.shutdown()
+
+
+async def _loaded(args: EngineArgs, limit: int, signals: Signals) -> AsyncLLM | None:
+    """The engine, or None when a signal came first."""
+    with LoadingBar() as bar:
+        loading = asyncio.ensure_future(AsyncLLM.create(args, bar.update, max_buffered_events=limit))
+        stopped = asyncio.ensure_future(signals.first.wait())
+        await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if loading.done():
+            return loading.result()
+        loading.cancel()
+        with suppress(asyncio.CancelledError):
+            await loading
+        return None
+
+
+def _config(serving: Serving) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(serving), log_config=None, access_log=serving.args.access_log, lifespan="off", ws="none",
+        http="httptools", server_header=False, timeout_graceful_shutdown=GRACEFUL_CLOSE_S,
+    )  # fmt: skip
+
+
+async def _until_end(serving: Serving, running: asyncio.Future[None], signals: Signals) -> int:
+    """Waits for what ends the server, and for running requests after a signal. The exit code."""
+    died = asyncio.ensure_future(serving.llm.wait_dead())
+    asked = asyncio.ensure_future(signals.first.wait())
+    await asyncio.wait((died, asked, running), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if died.done():
+        log.error("%s", died.result())
+        await _first_of(DEATH_NOTICE_S, signals.first.wait())
+        return EngineDead.exit_code
+    if asked.done() and not running.done():
+        serving.draining = True
+        limit = serving.args.shutdown_timeout_s
+        log.info("finishing %d open requests, at most %g s; a second signal ends them", serving.open_requests, limit)
+        await _first_of(limit, serving.idle.wait(), signals.second.wait(), died)
+        await serving.llm.shutdown()
+    died.cancel()
+    return 0
+
+
+async def _first_of(timeout_s: float, *events: Coroutine[Any, Any, object] | asyncio.Future[Any]) -> None:
+    tasks = [asyncio.ensure_future(event) for event in events]
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _announce(serving: Serving, sock: socket.socket) -> None:
+    host, port = sock.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    base, model, facts = f"http://{shown}:{port}", serving.llm.model_names[0], serving.llm.facts
+    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if serving.args.api_keys else ""
+    question = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    print(
+        f"Octavo {octavo.__version__} serves {model} on {facts.device} ({facts.dtype}, {facts.kernels} kernels,"
+        f" context {facts.max_model_len} tokens)\n"
+        f"  chat page  {base}/\n"
+        f"  try        curl {base}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'",
+        flush=True,
+    )

@@ -1,0 +1,141 @@
+"""What all handlers share: the engine front, whether we still take requests, and how a request becomes deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from octavo.config import ServerArgs
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.outputs import ChoiceDelta
+from octavo.engine.types import SamplingParams
+from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
+from octavo.server.metrics import Metrics
+from octavo.server.middleware import REQUEST_ID
+from octavo.server.stream import merged
+from octavo.wire.requests import AnyRequest, SamplingFields, read
+from octavo.wire.responses import Usage
+
+log = logging.getLogger("octavo.server")
+PARSE_IN_THREAD_BYTES = 64 << 10
+SAMPLING_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+
+
+class Serving:
+    """State of one server. `draining` is set by the launcher at the first signal."""
+
+    def __init__(self, llm: AsyncLLM, args: ServerArgs) -> None:
+        self.llm, self.args = llm, args
+        self.metrics = Metrics(llm.model_names[0], llm.config.max_model_len, lambda: llm.stats, lambda: llm.facts)
+        llm.on_stats = self.metrics.step
+        self.started = int(time.time())
+        self.draining = False
+        self.open_requests = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._numbers = itertools.count()
+
+    def admit(self) -> None:
+        """Counts a request as open until `release`. Raises Overloaded while draining."""
+        if self.draining:
+            raise Overloaded("the server is shutting down", retry_after_s=10, fix="send the request elsewhere")
+        self.open_requests += 1
+        self.idle.clear()
+
+    def release(self) -> None:
+        self.open_requests -= 1
+        if not self.open_requests:
+            self.idle.set()
+
+    async def read(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
+        """The body as a checked request; long ones are parsed beside the event loop."""
+        body = await request.body()
+        if len(body) > PARSE_IN_THREAD_BYTES:
+            parsed, unknown = await asyncio.to_thread(read, kind, body)
+        else:
+            parsed, unknown = read(kind, body)
+        for name in unknown:
+            if self.metrics.unknown_field(name):
+                log.warning("request field %.80r is unknown and ignored", name)
+        self.check_model(getattr(parsed, "model", None))
+        return parsed
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound, in vLLM's words, for a model that is not served here."""
+        if name is not None and name not in self.llm.model_names:
+            raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
+
+    def visible_id(self, request: Request, asked: SamplingFields, prefix: str) -> str:
+        given = asked.request_id
+        if given is not None and not REQUEST_ID.fullmatch(given):
+            raise InvalidRequest(
+                "request_id holds other characters", limit="1 to 128 of A-Z a-z 0-9 . _ : -",
+                fix="choose another", param="request_id",
+            )  # fmt: skip
+        return f"{prefix}-{given or request.state.request_id}"
+
+    def params(
+        self, asked: SamplingFields, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """The request's own values over the model's defaults."""
+        values = dict(self.llm.default_params)
+        values.update({k: v for k in SAMPLING_NAMES if (v := getattr(asked, k)) is not None})
+        values["max_tokens"] = max_tokens if max_tokens is not None else values.get("max_tokens")
+        return SamplingParams(**values, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def open(
+        self, visible_id: str, prompts: Sequence[Prompt], cache_salt: str | None
+    ) -> aclosing[AsyncGenerator[tuple[int, list[ChoiceDelta]], None]]:
+        """(prompt index, deltas) of all prompts; a context manager, whose end aborts what still runs."""
+        streams = []
+        for prompt in prompts:
+            engine_id = f"{visible_id}-{next(self._numbers)}"
+            if self.args.log_requests:
+                log.info("request %s: %d prompt tokens, %s", engine_id, len(prompt.token_ids), prompt.params)
+            stream = self.llm.stream(prompt.token_ids, prompt.params, request_id=engine_id, cache_salt=cache_salt)
+            timing = self.llm.timing_of(engine_id)
+            streams.append(self.metrics.observed(stream, len(prompt.token_ids), prompt.params, timing))
+        return aclosing(merged(streams))
+
+
+@dataclass
+class Prompt:
+    """One checked prompt of a request."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
+    return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens)
+
+
+@dataclass
+class Choice:
+    """One whole choice, put together from its deltas."""
+
+    token_ids: list[int] = field(default_factory=list)
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.deltas.append(delta)
+        self.token_ids += delta.token_ids
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def last(self) -> ChoiceDelta:
+        return self.deltas[-1]

@@ -1,0 +1,228 @@
+"""What clients may send: OpenAI's chat completions and completions with vLLM's additions, typed and strict.
+
+Types are checked here (a bool is not a number, NaN is none), ranges by `SamplingParams.verify`. `read` is the only
+way in: it turns a body into a request and reports the fields that nobody knows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from octavo.errors import InvalidRequest
+from octavo.wire import fields
+
+MAX_PROMPTS = 2048
+LIMITS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of parts of type 'text'",
+}
+"""where the words of pydantic would not help"""
+
+
+def _whole(value: Any) -> Any:
+    """Clients whose language has one number type write 16.0 for 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+TokenIds = list[Integer]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(_Strict):
+    """What both kinds of request share. `None` means: the default of the model's generation config, then vLLM's."""
+
+    model: str | None = None
+    n: Integer | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Integer | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    seed: Integer | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Integer | None = None
+    prompt_logprobs: Integer | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is set without stream", limit="only with stream=true",
+                fix="set stream to true or leave stream_options out", param="stream_options",
+            )  # fmt: skip
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"prompt_logprobs is {self.prompt_logprobs} in a stream", limit="only without stream",
+                fix="set stream to false", param="prompt_logprobs",
+            )  # fmt: skip
+        if self.cache_salt == "":
+            raise InvalidRequest("cache_salt is empty", fix="give some text or leave it out", param="cache_salt")
+
+
+class Message(_Strict):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(SamplingFields):
+    refused = fields.CHAT
+    messages: list[Message]
+    max_completion_tokens: Integer | None = None
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if not self.messages:
+            raise InvalidRequest("messages is empty", limit="at least 1", fix="give a message", param="messages")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                f"top_logprobs is {self.top_logprobs} without logprobs", limit="only with logprobs=true",
+                fix="set logprobs to true", param="top_logprobs",
+            )  # fmt: skip
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt are both true", limit="one of the two",
+                fix="set add_generation_prompt to false", param="continue_final_message",
+            )  # fmt: skip
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that says how many tokens may be generated, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """As the client wrote them, for the chat template, which knows what it can show."""
+    return [message.model_dump(exclude_unset=True) for message in messages]
+
+
+class CompletionRequest(SamplingFields):
+    refused = fields.COMPLETION
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    echo: bool = False
+    logprobs: Integer | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt. Raises InvalidRequest for none or too many."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequest("prompt is empty", limit="at least 1 token", fix="give a prompt", param="prompt")
+        several: list[Any] = [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)
+        if len(several) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt holds {len(several)} prompts", limit=f"{MAX_PROMPTS}", fix="send several requests",
+                param="prompt",
+            )  # fmt: skip
+        return several
+
+
+class TokenizeRequest(_Strict):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: TokenIds
+
+
+AnyRequest = TypeVar("AnyRequest", bound=_Strict)
+
+
+def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
+    """The request in a body, and the unknown fields in it. Raises InvalidRequest naming the field at fault."""
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as err:
+        raise InvalidRequest(f"the body is not valid JSON: {err}", fix="send a JSON object") from err
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"the body is a JSON {_kind(values)}", limit="a JSON object", fix="send an object")
+    try:
+        request = kind.model_validate(values)
+    except ValidationError as err:
+        raise _explain(err) from None
+    unknown = fields.check(request.model_extra or {}, kind.refused)
+    return request, unknown
+
+
+def _kind(value: object) -> str:
+    names = {list: "array", str: "string", int: "number", float: "number", bool: "boolean"}
+    return names.get(type(value), "null")
+
+
+def _explain(err: ValidationError) -> InvalidRequest:
+    """The first fault, in one line: field, value, what it may be."""
+    fault = err.errors(include_url=False)[0]
+    path = [p for p in fault["loc"] if isinstance(p, int) or not _names_a_type(p)]
+    name = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")
+    param = str(path[0]) if path else None
+    if fault["type"] == "missing":
+        return InvalidRequest(f"{name} is missing", fix=f"give {name}", param=param)
+    wanted = next((LIMITS[p] for p in reversed(path) if p in LIMITS), None)
+    others = {e["msg"] for e in err.errors(include_url=False) if e["loc"][:1] == fault["loc"][:1]}
+    limit = wanted or " or ".join(sorted(_plain_words(m) for m in others))
+    shown = repr(fault["input"])
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return InvalidRequest(f"{name} is {shown}", limit=limit, fix=f"correct {name}", param=param)
+
+
+def _names_a_type(part: str) -> bool:
+    """pydantic puts the members of a union into the path of a fault."""
+    return part in ("str", "int") or part.startswith(("list[", "function-before["))
+
+
+def _plain_words(message: str) -> str:
+    return message.removeprefix("Input should be ").removeprefix("a valid ")
