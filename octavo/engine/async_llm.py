@@ -34,12 +34,12 @@ class AsyncLLM:
 
     def __init__(self, args: EngineArgs, model: LoadedModel, client: EngineClient, max_buffered_events: int) -> None:
         """For `create`."""
-        self.args, self.config, self.tokenizer = args, model.config, model.tokenizer
+        self.args, self.config, self.tokenizer, self.template = args, model.config, model.tokenizer, model.template
         self.model_names = args.served_model_name or (args.model,)
         self.default_params = admission.default_params(args.generation_config, model.checkpoint.generation_config)
         self.on_stats: Callable[[Stats], None] = lambda _: None
         """told of the engine's stats whenever they come with tokens of a new step"""
-        self._model, self._client, self._max_buffered_events = model, client, max_buffered_events
+        self._client, self._max_buffered_events = client, max_buffered_events
         self._last_step = 0
         self._numbers = itertools.count()
         self._dead: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
@@ -96,7 +96,7 @@ class AsyncLLM:
         return self.facts.max_model_len
 
     def timing_of(self, request_id: str) -> Callable[[], list[float] | None]:
-        """Asks when an open request was queued and first scheduled; seconds since the epoch, None before its first token."""
+        """Asks when an open request was queued and first scheduled, in seconds since the epoch; None before its token."""
         return lambda: self._client.timings.get(request_id)
 
     # Text and tokens
@@ -122,7 +122,7 @@ class AsyncLLM:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:  # fmt: skip
         """A conversation as the model's template writes it, and its tokens. Raises TemplateError or InvalidRequest."""
-        template = self._model.template
+        template = self.template
         if template is None:
             raise InvalidRequest("this model has no chat template", fix="start with --chat-template FILE")
 
@@ -221,7 +221,7 @@ class AsyncLLM:
             return text, list(ids)
         if not isinstance(text, str):
             raise InvalidRequest(
-                f"a prompt is {type(prompt).__name__}", limit="text, token ids, or a dict with prompt or prompt_token_ids",
+                f"a prompt is a {type(prompt).__name__}", limit="text, token ids, or a dict of prompt, prompt_token_ids",
                 fix="give one of them", param="prompt",
             )  # fmt: skip
         return text, await self.encode(text)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -41,7 +41,7 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="octavo-llm", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _stop_loop, self._loop, self._thread)
+        self._finalizer: weakref.finalize[..., LLM] = weakref.finalize(self, _stop_loop, self._loop, self._thread)
         try:
             self._llm: AsyncLLM = self._wait(AsyncLLM.create(args))
         except BaseException:
@@ -162,9 +162,8 @@ class _Bar:
         self.bar: Progress | None = None
         self.tokens = 0
         if wanted and sys.stderr.isatty():
-            columns = (
-                TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[rate]}")
-            )  # fmt: skip
+            rate = TextColumn("{task.fields[rate]}")
+            columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), rate)
             self.bar = Progress(*columns, console=Console(stderr=True))
             self.task = self.bar.add_task("prompts", total=total, rate="")
 
@@ -202,8 +201,8 @@ def _engine_args(model: str, settings: Mapping[str, Any]) -> EngineArgs:
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A lone text, dict or list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]
-    return prompts  # type: ignore[return-value]
+        return [cast("Prompt", prompts)]
+    return cast("Sequence[Prompt]", prompts)
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,13 @@ GETS: dict[str, Handler] = {
 }
 
 
-def build_app(serving: Serving) -> ASGIApp:
+def build_app(serving: Serving, routes: Mapping[str, Handler] | None = None) -> ASGIApp:
+    """`routes` are further paths to POST to."""
     app = FastAPI(title="Octavo", version=octavo.__version__, docs_url=None, redoc_url=None)
     for path, (handler, body) in POSTS.items():
         app.add_api_route(path, _bound(serving, handler), methods=["POST"], openapi_extra=_schema(body))
+    for path, handler in (routes or {}).items():
+        app.add_api_route(path, _bound(serving, handler), methods=["POST"])
     for path, getter in GETS.items():
         app.add_api_route(path, _bound(serving, getter), methods=["GET"])
     app.add_api_route("/v1/models/{model_id:path}", _bound(serving, facts.model), methods=["GET"])

@@ -82,7 +82,8 @@ class ChatCall:
     def _choice(self, index: int, choice: Choice) -> ChatChoice:
         content = [entry for delta in choice.deltas if (part := self._logprobs(delta)) for entry in part.content]
         return ChatChoice(
-            index=index, message=ChatMessage(choice.text), logprobs=ChatLogprobs(content) if self.asked.logprobs else None,
+            index=index, message=ChatMessage(choice.text),
+            logprobs=ChatLogprobs(content) if self.asked.logprobs else None,
             finish_reason=choice.last.finish_reason, stop_reason=choice.last.stop_reason,
             token_ids=choice.token_ids if self.asked.return_token_ids else None,
         )  # fmt: skip

@@ -8,17 +8,18 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 import octavo
 from octavo.config import EngineArgs, ServerArgs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDead, OctavoError, UsageError
-from octavo.server.app import build_app
+from octavo.server.app import Handler, build_app
 from octavo.server.progress import LoadingBar
 from octavo.server.serving import Serving
 
@@ -31,12 +32,15 @@ GRACEFUL_CLOSE_S = 5
 """for connections to take their last bytes once nothing is generated any more"""
 
 
-def serve(engine_args: EngineArgs, server_args: ServerArgs) -> int:
-    """Serves until a signal or the engine's end; returns the exit code. A user's mistake is one line on stderr."""
+def serve(engine_args: EngineArgs, server_args: ServerArgs, routes: Mapping[str, Handler] | None = None) -> int:
+    """Serves until a signal or the engine's end; returns the exit code. A user's mistake is one line on stderr.
+
+    `routes` are further paths to POST to.
+    """
     _set_up_logging(server_args.log_level)
     try:
         with bound(server_args.host, server_args.port) as sock:
-            return _run(_serve(engine_args, server_args, sock))
+            return _run(_serve(engine_args, server_args, sock, routes or {}))
     except OctavoError as err:
         print(f"octavo: error: {err}", file=sys.stderr)
         return err.exit_code
@@ -93,23 +97,32 @@ class Signals:
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are ours."""
         yield
 
 
-async def _serve(engine_args: EngineArgs, server_args: ServerArgs, sock: socket.socket) -> int:
+async def _serve(
+    engine_args: EngineArgs, server_args: ServerArgs, sock: socket.socket, routes: Mapping[str, Handler]
+) -> int:
     signals = Signals()
     llm = await _loaded(engine_args, server_args.max_buffered_events, signals)
     if llm is None:
         return 0
     try:
         serving = Serving(llm, server_args)
-        server = _Server(_config(serving))
+        server = _Server(_config(build_app(serving, routes), server_args.access_log))
         running = asyncio.ensure_future(server.serve(sockets=[sock]))
-        while not server.started and not running.done():
-            await asyncio.sleep(0.01)
+        await _first_of(None, server.ready.wait(), running)
         _announce(serving, sock)
         code = await _until_end(serving, running, signals)
         server.should_exit = True
@@ -136,9 +149,9 @@ async def _loaded(args: EngineArgs, limit: int, signals: Signals) -> AsyncLLM | 
         return None
 
 
-def _config(serving: Serving) -> uvicorn.Config:
+def _config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
-        build_app(serving), log_config=None, access_log=serving.args.access_log, lifespan="off", ws="none",
+        app, log_config=None, access_log=access_log, lifespan="off", ws="none",
         http="httptools", server_header=False, timeout_graceful_shutdown=GRACEFUL_CLOSE_S,
     )  # fmt: skip
 
@@ -163,11 +176,13 @@ async def _until_end(serving: Serving, running: asyncio.Future[None], signals: S
     return 0
 
 
-async def _first_of(timeout_s: float, *events: Coroutine[Any, Any, object] | asyncio.Future[Any]) -> None:
+async def _first_of(timeout_s: float | None, *events: Coroutine[Any, Any, object] | asyncio.Future[Any]) -> None:
+    """Waits for one of them. Coroutines are cancelled after that, futures are not."""
     tasks = [asyncio.ensure_future(event) for event in events]
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
+    for task, event in zip(tasks, events, strict=True):
+        if task is not event:
+            task.cancel()
 
 
 def _announce(serving: Serving, sock: socket.socket) -> None:

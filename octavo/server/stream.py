@@ -86,10 +86,6 @@ async def until_gone(request: Request, work: Coroutine[object, object, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _next(frames: Frames) -> bytes:
-    return await frames.__anext__()
-
-
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -102,6 +98,12 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    end = DONE
+
+    @staticmethod
+    def failure(body: bytes) -> bytes:
+        """How the body of an error stands in the stream."""
+        return frame(body)
 
     def __init__(self, frames: Frames, first: bytes = b"") -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -111,11 +113,7 @@ class EventStream(Response):
     @classmethod
     async def begun(cls, request: Request, frames: Frames) -> EventStream:
         """Waits for the first frame, so that a failure before it becomes a proper HTTP status."""
-        try:
-            first = await until_gone(request, _next(frames))
-        except StopAsyncIteration:
-            return cls(frames)
-        return cls(frames, first)
+        return cls(frames, await until_gone(request, _first(frames)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = asyncio.ensure_future(self._send(send))
@@ -130,16 +128,26 @@ class EventStream(Response):
             await asyncio.gather(sender, gone, return_exceptions=True)
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            await send({"type": "http.response.body", "body": self.first, "more_body": True})
-            async for data in self.frames:
+        async with aclosing(self.frames):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for data in self._whole():
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": self.end})
+
+    async def _whole(self) -> Frames:
+        """The frames, and what went wrong in making them as the last one."""
+        try:
+            yield self.first
+            async for data in self.frames:
+                yield data
         except OctavoError as err:
-            await send({"type": "http.response.body", "body": frame(body_of(err)), "more_body": True})
+            yield self.failure(body_of(err))
         except Exception:
             log.exception("a stream failed")
-            await send({"type": "http.response.body", "body": frame(INTERNAL), "more_body": True})
-        finally:
-            await self.frames.aclose()
-        await send({"type": "http.response.body", "body": DONE})
+            yield self.failure(INTERNAL)
+
+
+async def _first(frames: Frames) -> bytes:
+    async for data in frames:
+        return data
+    return b""
