@@ -96,7 +96,7 @@ class AsyncLLM:
         return self.facts.max_model_len
 
     def timing_of(self, request_id: str) -> Callable[[], list[float] | None]:
-        """Asks when an open request was queued and first scheduled, in seconds since the epoch; None before its token."""
+        """Asks when an open request was queued and first scheduled, in seconds since the epoch; None before a token."""
         return lambda: self._client.timings.get(request_id)
 
     # Text and tokens
@@ -221,7 +221,7 @@ class AsyncLLM:
             return text, list(ids)
         if not isinstance(text, str):
             raise InvalidRequest(
-                f"a prompt is a {type(prompt).__name__}", limit="text, token ids, or a dict of prompt, prompt_token_ids",
+                f"a prompt is a {type(prompt).__name__}", limit="text, token ids, or a dict with one of them",
                 fix="give one of them", param="prompt",
             )  # fmt: skip
         return text, await self.encode(text)

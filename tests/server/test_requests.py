@@ -1,0 +1,115 @@
+"""Reading request bodies: what is typed, refused, unknown; each fault names its field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from octavo.errors import InvalidRequest, NotSupported
+from octavo.wire import fields
+from octavo.wire.requests import ChatRequest, CompletionRequest, plain_messages, read
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"prompt": "hello"}
+WRONG = [
+    ("temperature", "hot"), ("temperature", True), ("n", True), ("n", 1.5), ("n", "2"), ("max_tokens", "16"),
+    ("stop", [1]), ("stop", {"a": 1}), ("stop_token_ids", [1.5]), ("stream", 1), ("stream", "yes"), ("seed", "x"),
+    ("top_p", [0.5]), ("ignore_eos", "no"), ("model", 3), ("stream_options", {"include_usage": 1}), ("user", 7),
+]  # fmt: skip
+
+
+def body(*parts: dict) -> bytes:
+    return json.dumps({key: value for part in parts for key, value in part.items()}).encode()
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+@pytest.mark.parametrize(("kind", "base"), [(ChatRequest, CHAT), (CompletionRequest, COMPLETION)])
+def test_wrong_type_names_field_and_value(kind, base, name, value):
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        read(kind, body(base, {name: value}))
+    assert caught.value.param == name
+    assert caught.value.limit
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": NaN}', b'{"prompt": "\xff"}',
+                                 b'{"prompt": "\\ud83d"}', b'{"prompt": 1e999}', b"[" * 100_000])  # fmt: skip
+def test_what_is_no_json_object_is_refused(raw):
+    with pytest.raises(InvalidRequest, match="JSON"):
+        read(CompletionRequest, raw)
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_the_four_kinds_of_prompt(prompt):
+    request, unknown = read(CompletionRequest, body({"prompt": prompt}))
+    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    assert request.prompts() == (prompt if several else [prompt])
+    assert unknown == []
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [True], [[1], "a"], 3, None, [[1.5]]])
+def test_a_mixed_prompt_is_refused(prompt):
+    with pytest.raises(InvalidRequest, match="prompt") as caught:
+        read(CompletionRequest, body({"prompt": prompt}))
+    assert caught.value.param == "prompt"
+
+
+def test_an_empty_list_of_prompts_is_refused():
+    request, _ = read(CompletionRequest, body({"prompt": []}))
+    with pytest.raises(InvalidRequest, match="prompt"):
+        request.prompts()
+
+
+def test_whole_floats_count_as_integers():
+    request, _ = read(CompletionRequest, body(COMPLETION, {"max_tokens": 16.0, "seed": -3.0}))
+    assert (request.max_tokens, request.seed) == (16, -3)
+
+
+@pytest.mark.parametrize("name", sorted(fields.CHAT))
+def test_refused_fields_are_named_unless_neutral(name):
+    neutral = [None, *fields.CHAT[name]]
+    for value in neutral:
+        _, unknown = read(ChatRequest, body(CHAT, {name: value}))
+        assert unknown == []
+    if name == "parallel_tool_calls":
+        return  # both its values are neutral without tools
+    with pytest.raises(NotSupported, match=name) as caught:
+        read(ChatRequest, body(CHAT, {name: {"some": "thing"}}))
+    assert caught.value.param == name
+
+
+def test_a_bool_is_no_neutral_number():
+    with pytest.raises(NotSupported):
+        read(CompletionRequest, body(COMPLETION, {"min_tokens": False}))
+
+
+def test_unknown_fields_are_reported_not_refused():
+    request, unknown = read(ChatRequest, body(CHAT, {"zork": 1, "model": "m"}))
+    assert unknown == ["zork"]
+    assert request.model == "m"
+
+
+@pytest.mark.parametrize(("kind", "more", "param"), [
+    (ChatRequest, CHAT | {"messages": []}, "messages"),
+    (ChatRequest, CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    (ChatRequest, CHAT | {"continue_final_message": True}, "continue_final_message"),
+    (ChatRequest, CHAT | {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CompletionRequest, COMPLETION | {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (CompletionRequest, COMPLETION | {"cache_salt": ""}, "cache_salt"),
+])  # fmt: skip
+def test_contradictions_are_refused(kind, more, param):
+    request, _ = read(kind, body(more))
+    with pytest.raises(InvalidRequest) as caught:
+        request.check()
+    assert caught.value.param == param
+
+
+def test_messages_reach_the_template_as_they_were_written():
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+    ]
+    request, _ = read(ChatRequest, body({"messages": messages}))
+    assert plain_messages(request.messages) == messages
