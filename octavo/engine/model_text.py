@@ -35,11 +35,17 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
 
     Raises ModelNotFound, BadModelFile, TemplateError or UsageError.
     """
-    path = resolve_model(args.model, args.download_dir, on_progress)
+    path = resolve_model(args.model, args.download_dir, _fetching(on_progress))
     checkpoint = open_checkpoint(path)
     config = resolve(args, checkpoint.facts())
     tokenizer = load_tokenizer(Path(args.tokenizer) if args.tokenizer else path)
     return LoadedModel(checkpoint, config, tokenizer, _template(args, tokenizer))
+
+
+def _fetching(on_progress: OnProgress | None) -> Callable[[str, int, int], None] | None:
+    if on_progress is None:
+        return None
+    return lambda stage, done, total: on_progress(Progress(stage, done, total))
 
 
 def _template(args: EngineArgs, tokenizer: Tokenizer) -> ChatTemplate | None:

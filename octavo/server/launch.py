@@ -58,6 +58,8 @@ def _set_up_logging(level: str) -> None:
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
+    if level != "debug":  # its account of starting and stopping repeats ours
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 @contextmanager

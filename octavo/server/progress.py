@@ -47,5 +47,5 @@ class LoadingBar:
         share = done / total if total else 1.0
         if share >= 1 or share - self.logged.get(stage, -1.0) >= SHARE_BETWEEN_LINES:
             if self.logged.get(stage) != 1.0:
-                log.info("%s: %d of %d MiB", stage, done >> 20, total >> 20)
+                log.info("%s: %.0f %% of %.1f MiB", stage, 100 * share, total / (1 << 20))
             self.logged[stage] = min(share, 1.0)

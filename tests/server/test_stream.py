@@ -17,7 +17,9 @@ from tests.matrix import SEED
 RNG = random.Random(f"{SEED}/stream")
 
 
-async def numbers(count: int, closed: list[int], name: int, fail_at: int = -1) -> AsyncGenerator[list[ChoiceDelta], None]:
+async def numbers(
+    count: int, closed: list[int], name: int, fail_at: int = -1
+) -> AsyncGenerator[list[ChoiceDelta], None]:
     try:
         for i in range(count):
             if i == fail_at:

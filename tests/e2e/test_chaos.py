@@ -1,0 +1,212 @@
+"""Processes that die, signals, departures, slow clients: over real HTTP, with the null engine, whose course we decide."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.server_process import NULL_SERVE, ROOT, RawStream, ServerProcess, events, wait_until
+from tests.engine.null_engine import SLOW
+
+STEP_S = 0.2
+"""of a step with a prompt that begins with SLOW"""
+COMPLETIONS = "/v1/completions"
+
+
+def slow(max_tokens: int, **more: object) -> dict:
+    return {"prompt": [SLOW, 5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, **more}
+
+
+def quick(max_tokens: int, **more: object) -> dict:
+    return slow(max_tokens, **more) | {"prompt": [9, 5, 6, 7]}
+
+
+@pytest.fixture
+def start(tmp_path, smollm2_path):
+    """Starts a null server with further flags; all are ended after the test."""
+    started: list[ServerProcess] = []
+
+    def begin(*args: str) -> ServerProcess:
+        log = tmp_path / f"server-{len(started)}.log"
+        server = ServerProcess(log, str(smollm2_path), "--num-gpu-blocks-override", "4096", *args, program=NULL_SERVE)
+        started.append(server)
+        return server.ready()
+
+    yield begin
+    for server in started:
+        server.__exit__()
+
+
+def begun(server: ServerProcess, body: dict) -> RawStream:
+    """A stream that has shown its first token."""
+    stream = server.open_stream(COMPLETIONS, body)
+    stream.wait_for(b"data: ")
+    return stream
+
+
+def test_death_of_the_engine_ends_streams_and_server(start):
+    server = start()
+    streams = [begun(server, slow(1000)) for _ in range(3)]
+    server.engine.kill()
+    died = time.monotonic()
+    wait_until(lambda: server.health() == 503, 1, "/health says 503")
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda s: list(events(s.rest())), streams))
+    assert time.monotonic() - died < 3
+    for end in ends:
+        assert end[-1] == "[DONE]"
+        assert end[-2]["error"]["code"] == 503
+        assert "SIGKILL" in end[-2]["error"]["message"]
+    assert server.process.wait(10) == 1
+
+
+def test_a_dead_engine_is_started_again_as_often_as_allowed(start):
+    server = start("--engine-restarts", "1")
+    stream = begun(server, slow(1000))
+    directory = Path(server.engine.cwd())
+    server.engine.kill()
+    assert list(events(stream.rest()))[-1] == "[DONE]"
+    wait_until(lambda: server.health() == 200, 20, "/health says 200 again")
+    assert not directory.exists()
+    status, answer = server.post(COMPLETIONS, quick(7))
+    assert (status, answer["usage"]["completion_tokens"]) == (200, 7)
+    server.ready_engine().kill()
+    assert server.process.wait(15) == 1
+
+
+def test_death_of_the_server_ends_the_engine(start):
+    server = start()
+    begun(server, slow(1000))
+    engine, directory = server.engine, Path(server.engine.cwd())
+    assert directory.stat().st_mode & 0o777 == 0o700
+    server.process.kill()
+    server.process.wait(10)
+    wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5, "the engine ends")
+    wait_until(lambda: not directory.exists(), 5, f"{directory} is gone")
+
+
+def test_sigterm_lets_running_requests_finish(start):
+    server = start()
+    stream = begun(server, slow(12))
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: server.health() == 503, 1, "/health says 503")
+    status, headers, body = server.call("POST", COMPLETIONS, quick(1))
+    assert status == 503
+    assert b"shutting down" in body
+    assert "retry-after" in headers
+    rest = list(events(stream.rest()))
+    assert rest[-1] == "[DONE]"
+    assert rest[-2]["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("how", ["second signal", "timeout"])
+def test_requests_that_take_too_long_are_ended(start, how):
+    server = start("--shutdown-timeout", "0.5" if how == "timeout" else "60")
+    stream = begun(server, slow(1000))
+    server.process.send_signal(signal.SIGINT)
+    if how == "second signal":
+        wait_until(lambda: server.health() == 503, 1, "/health says 503")
+        server.process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    rest = list(events(stream.rest()))
+    assert rest[-1] == "[DONE]"
+    assert "error" in rest[-2] or rest[-2]["choices"][0]["finish_reason"] == "abort"
+    assert server.process.wait(10) == 0
+    assert time.monotonic() - asked < 8
+
+
+def test_clients_that_leave_free_their_blocks_within_two_steps(start):
+    server = start()
+    stays = begun(server, slow(1000))
+    alone = server.metrics()["octavo:kv_blocks_used"]
+    streams = [begun(server, slow(1000)) for _ in range(16)]
+    before = server.metrics()
+    assert before["octavo:kv_blocks_used"] >= 16 + alone
+    assert before["vllm:num_requests_running"] == 17
+    for stream in streams:
+        stream.cut()
+
+    def only_one_left() -> bool:
+        server.health()  # brings fresh stats
+        return server.metrics()["vllm:num_requests_running"] == 1
+
+    wait_until(only_one_left, 5, "16 requests are gone")
+    after = server.metrics()
+    assert after["octavo:engine_steps_total"] - before["octavo:engine_steps_total"] <= 2
+    assert after["octavo:kv_blocks_used"] <= alone + 2, "what the one that stays has grown by meanwhile"
+    assert after["vllm:request_success_total"] == 16
+    stays.cut()
+    wait_until(lambda: server.health() == 200 and server.metrics()["octavo:kv_blocks_used"] == 0, 5, "all is free")
+
+
+def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(start):
+    server = start()
+    client = RawStream(server.host, server.port, COMPLETIONS, slow(1000), None)
+    wait_until(lambda: server.health() == 200 and server.metrics()["octavo:kv_blocks_used"] > 0, 5, "it runs")
+    client.cut()
+    wait_until(lambda: server.health() == 200 and server.metrics()["octavo:kv_blocks_used"] == 0, 5, "all is free")
+
+
+def test_what_is_held_for_a_slow_client_is_bounded(start):
+    server = start("--max-buffered-events", "64")
+    body = quick(8000, return_token_ids=True)
+    stream = server.open_stream(COMPLETIONS, body, receive_buffer=4096)
+    wait_until(lambda: server.metrics()["vllm:request_success_total"] == 1, 30, "its request is ended")
+    assert server.health() == 200
+    shown = server.metrics()
+    assert shown["octavo:kv_blocks_used"] == 0
+    assert shown["vllm:generation_tokens_total"] < 8000
+    rest = list(events(stream.rest()))
+    assert rest[-1] == "[DONE]"
+    assert "too slowly" in rest[-2]["error"]["message"]
+
+
+def test_a_failed_sequence_is_a_500_and_the_others_go_on(start):
+    server = start()
+    stays = begun(server, slow(5))
+    status, answer = server.post(COMPLETIONS, quick(5) | {"prompt": [2, 5]})
+    assert status == 500
+    assert answer["error"]["type"] == "InternalServerError"
+    assert list(events(stays.rest()))[-1] == "[DONE]"
+    assert server.health() == 200
+
+
+def serve_and_end(*args: str) -> tuple[int, str]:
+    run = subprocess.run(
+        [sys.executable, "-m", "octavo", "serve", *args], capture_output=True, text=True, timeout=60, cwd=ROOT,
+        check=False,
+    )  # fmt: skip
+    return run.returncode, run.stderr
+
+
+def test_a_taken_port_is_one_line_and_exit_code_2(smollm2_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        code, text = serve_and_end(str(smollm2_path), "--port", str(other.getsockname()[1]))
+    assert code == 2
+    assert text.startswith("octavo: error: cannot listen on 127.0.0.1:")
+    assert "taken" in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "/nowhere/model.gguf", "{folder}", "{lfs}", "{magic}"])
+def test_a_bad_model_is_one_line_and_exit_code_2(tmp_path, model):
+    (tmp_path / "lfs.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (tmp_path / "magic.gguf").write_bytes(b"GGML" + bytes(64))
+    (tmp_path / "folder").mkdir()
+    name = model.format(folder=tmp_path / "folder", lfs=tmp_path / "lfs.gguf", magic=tmp_path / "magic.gguf")
+    code, text = serve_and_end(name, "--port", "0")
+    assert code == 2, text
+    assert text.startswith("octavo: error: ")
+    assert text.count("\n") == 1
+    assert "Traceback" not in text
