@@ -45,6 +45,8 @@ class ServerProcess:
         children = self._children()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)  # two signals at once may be one
+            self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(10)
             except subprocess.TimeoutExpired:

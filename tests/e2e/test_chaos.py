@@ -1,4 +1,4 @@
-"""Processes that die, signals, departures, slow clients: over real HTTP, with the null engine, whose course we decide."""
+"""Processes that die, signals, departures, slow clients: over real HTTP, with the null engine, which we steer."""
 
 from __future__ import annotations
 
@@ -84,13 +84,14 @@ def test_a_dead_engine_is_started_again_as_often_as_allowed(start):
 
 def test_death_of_the_server_ends_the_engine(start):
     server = start()
-    begun(server, slow(1000))
+    stream = begun(server, slow(1000))
     engine, directory = server.engine, Path(server.engine.cwd())
     assert directory.stat().st_mode & 0o777 == 0o700
     server.process.kill()
     server.process.wait(10)
     wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 5, "the engine ends")
     wait_until(lambda: not directory.exists(), 5, f"{directory} is gone")
+    stream.cut()
 
 
 def test_sigterm_lets_running_requests_finish(start):
@@ -124,13 +125,17 @@ def test_requests_that_take_too_long_are_ended(start, how):
     assert time.monotonic() - asked < 8
 
 
+def blocks_of_a_sequence(shown: dict[str, float]) -> int:
+    """The most that the oldest one can hold: one token a step since it began, four a block."""
+    return int(4 + shown["octavo:engine_steps_total"]) // 4 + 1
+
+
 def test_clients_that_leave_free_their_blocks_within_two_steps(start):
     server = start()
     stays = begun(server, slow(1000))
-    alone = server.metrics()["octavo:kv_blocks_used"]
-    streams = [begun(server, slow(1000)) for _ in range(16)]
+    streams = [begun(server, quick(1000)) for _ in range(16)]
     before = server.metrics()
-    assert before["octavo:kv_blocks_used"] >= 16 + alone
+    assert before["octavo:kv_blocks_used"] >= 17
     assert before["vllm:num_requests_running"] == 17
     for stream in streams:
         stream.cut()
@@ -142,7 +147,7 @@ def test_clients_that_leave_free_their_blocks_within_two_steps(start):
     wait_until(only_one_left, 5, "16 requests are gone")
     after = server.metrics()
     assert after["octavo:engine_steps_total"] - before["octavo:engine_steps_total"] <= 2
-    assert after["octavo:kv_blocks_used"] <= alone + 2, "what the one that stays has grown by meanwhile"
+    assert after["octavo:kv_blocks_used"] <= blocks_of_a_sequence(after)
     assert after["vllm:request_success_total"] == 16
     stays.cut()
     wait_until(lambda: server.health() == 200 and server.metrics()["octavo:kv_blocks_used"] == 0, 5, "all is free")
@@ -157,14 +162,12 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_its_blocks(start):
 
 
 def test_what_is_held_for_a_slow_client_is_bounded(start):
-    server = start("--max-buffered-events", "64")
+    server = start("--max-buffered-events", "1024")
     body = quick(8000, return_token_ids=True)
     stream = server.open_stream(COMPLETIONS, body, receive_buffer=4096)
-    wait_until(lambda: server.metrics()["vllm:request_success_total"] == 1, 30, "its request is ended")
-    assert server.health() == 200
-    shown = server.metrics()
-    assert shown["octavo:kv_blocks_used"] == 0
-    assert shown["vllm:generation_tokens_total"] < 8000
+    wait_until(lambda: server.health() == 200 and server.metrics()["octavo:kv_blocks_used"] > 0, 5, "it runs")
+    wait_until(lambda: server.health() == 200 and server.metrics()["octavo:kv_blocks_used"] == 0, 30, "it is ended")
+    assert server.metrics()["vllm:generation_tokens_total"] < 8000
     rest = list(events(stream.rest()))
     assert rest[-1] == "[DONE]"
     assert "too slowly" in rest[-2]["error"]["message"]
