@@ -16,6 +16,7 @@ from octavo.tools.command import invoke
 
 COMMANDS = {
     "serve": ("octavo.tools.serve:command", "Serve a model over an OpenAI-compatible API."),
+    "run": ("octavo.tools.run:command", "Ask one question, or chat in the terminal."),
     "version": ("octavo.tools.version:command", "Show what is installed."),
 }
 
@@ -55,7 +56,7 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 
 def _group() -> LazyGroup:
-    epilog = "Start with `octavo serve smollm2`; `octavo COMMAND --help` explains a command."
+    epilog = "Start with `octavo run smollm2`; `octavo COMMAND --help` explains a command."
     version = click.Option(
         ["-v", "-V", "--version"], is_flag=True, is_eager=True, expose_value=False, callback=_version,
         help="Show the version and exit.",

@@ -22,13 +22,13 @@ def run(command: click.Command, argv: Sequence[str], name: str) -> int:
         if not translation.has_model and "--config" not in argv:
             raise UsageError("--model is missing", fix="name one, such as --model smollm2", param="model")
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"octavo: error: {error}", file=sys.stderr)
         return error.exit_code
     for line in translation.warnings:
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"octavo: warning: {line}", file=sys.stderr)
     if "--host" not in [word.partition("=")[0] for word in translation.argv]:
-        print("note: listens on 127.0.0.1 only; for other machines give --host 0.0.0.0", file=sys.stderr)
-    print(f"note: {name} is today: octavo serve {shlex.join(_shown(translation.argv))}", file=sys.stderr)
+        print("octavo: note: listens on 127.0.0.1 only; for other machines give --host 0.0.0.0", file=sys.stderr)
+    print(f"octavo: note: {name} is today: octavo serve {shlex.join(_shown(translation.argv))}", file=sys.stderr)
     return invoke(command, translation.argv, name)
 
 

@@ -45,10 +45,10 @@ def invoke(command: click.Command, argv: Sequence[str], name: str) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except OctavoError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"octavo: error: {error}", file=sys.stderr)
         return error.exit_code
     except click.ClickException as error:
-        print(f"error: {_describe(error)}", file=sys.stderr)
+        print(f"octavo: error: {_describe(error)}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED

@@ -26,17 +26,26 @@ def require_torch() -> None:
         raise UsageError("torch is not installed", fix="pip install torch (the README names the CPU build)")
 
 
-def serve(**given: Any) -> int:
-    engine_args, server_args = collect(given)
-    require_torch()
-    from octavo.server.launch import serve as launch
+def make(old_generate: bool = False) -> Command:
+    """The command; with `old_generate` it also serves `/generate`."""
 
-    return launch(engine_args, server_args)
+    def serve(**given: Any) -> int:
+        engine_args, server_args = collect(given)
+        require_torch()
+        from octavo.server.launch import serve as launch
+
+        if not old_generate:
+            return launch(engine_args, server_args)
+        from octavo.server.generate_route import generate
+
+        return launch(engine_args, server_args, {"/generate": generate})
+
+    return Command(
+        "serve", EXAMPLES, callback=serve, short_help="Serve a model over an OpenAI-compatible API.",
+        help="Serves MODEL over an OpenAI-compatible API, with a chat page at /. MODEL is a name such as smollm2, "
+        "a GGUF file, or a folder with config.json and safetensors.",
+        params=[click.Argument(["model"]), *options([EngineArgs, ServerArgs])],
+    )  # fmt: skip
 
 
-command = Command(
-    "serve", EXAMPLES, callback=serve, short_help="Serve a model over an OpenAI-compatible API.",
-    help="Serves MODEL over an OpenAI-compatible API, with a chat page at /. MODEL is a name such as smollm2, "
-    "a GGUF file, or a folder with config.json and safetensors.",
-    params=[click.Argument(["model"]), *options([EngineArgs, ServerArgs])],
-)  # fmt: skip
+command = make()

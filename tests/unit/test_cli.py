@@ -107,7 +107,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(words, says):
     result = octavo(*words)
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith("octavo: error: ")
     assert result.stderr.count("\n") == 1
     assert says in result.stderr
 

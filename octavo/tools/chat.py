@@ -1,0 +1,166 @@
+"""The chat of `octavo run`: history, several lines, and Ctrl-C that stops the answer and not the program."""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.engine.types import SamplingParams
+from octavo.errors import EngineDead, OctavoError
+from octavo.tools.session import Answer, Session
+
+PROMPT, MORE = ">>> ", "... "
+SETTABLE = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
+    "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float,
+}  # fmt: skip
+HELP = f"""\
+/clear               forget the conversation
+/system [TEXT]       show or set the instructions that stand before it
+/set [NAME VALUE]    show or set: {", ".join(SETTABLE)}
+/help                this list
+/exit                leave, as Ctrl-D does
+Several lines: end each with \\, or write them between two lines of three quotes. Ctrl-C stops an answer."""
+
+
+class Chat:
+    """One conversation in the terminal."""
+
+    def __init__(self, session: Session, sampling: dict[str, Any], system: str | None) -> None:
+        self.session, self.system = session, system
+        self.params = SamplingParams(**{"max_tokens": None, **session.llm.default_params, **sampling})
+        self.turns: list[dict[str, str]] = []
+        self.commands: dict[str, Callable[[str], None]] = {
+            "clear": self._clear, "system": self._system, "set": self._set, "help": lambda _: print(HELP),
+        }  # fmt: skip
+
+    def loop(self) -> None:
+        """Until /exit or Ctrl-D. Raises EngineDead when the engine is gone."""
+        history = History()
+        print(f"{self.session.llm.model_names[0]} · /help lists commands, Ctrl-D leaves", file=sys.stderr)
+        while (text := read_message()) is not None:
+            history.save()
+            word, _, rest = text.strip().partition(" ")
+            if word == "/exit":
+                return
+            if word.startswith("/"):
+                self._command(word[1:], rest.strip())
+            elif text.strip():
+                self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"role": "user", "content": text}
+        answer = Answer()
+        try:
+            for piece in self.session.stream([*system, *self.turns, asked], self.params, answer):
+                print(printable(piece), end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print("\n[stopped]", file=sys.stderr)
+        except EngineDead:
+            raise
+        except OctavoError as error:
+            print(f"error: {error}" + ("; /clear starts anew" if self.turns else ""), file=sys.stderr)
+            return
+        self.turns += [asked, {"role": "assistant", "content": answer.text}]
+        print(f"[{answer.summary()}]", file=sys.stderr)
+
+    def _command(self, name: str, rest: str) -> None:
+        if name in self.commands:
+            self.commands[name](rest)
+        else:
+            print(f"unknown command /{name}; /help lists them", file=sys.stderr)
+
+    def _clear(self, _: str) -> None:
+        self.turns.clear()
+        print("the conversation is forgotten")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.system = text
+        print(f"system: {self.system or '(none)'}")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if not rest:
+            print("\n".join(f"{name} {getattr(self.params, name)}" for name in SETTABLE))
+        elif name not in SETTABLE or not value.strip():
+            print(f"usage: /set NAME VALUE, NAME one of {', '.join(SETTABLE)}", file=sys.stderr)
+        else:
+            self._change(name, value.strip())
+
+    def _change(self, name: str, value: str) -> None:
+        try:
+            changed = msgspec.structs.replace(self.params, **{name: SETTABLE[name](value)})
+            changed.verify(self.session.llm.config.vocab_size, self.session.args.max_logprobs)
+        except ValueError:
+            print(f"error: {name} {value} is no {SETTABLE[name].__name__}", file=sys.stderr)
+        except OctavoError as error:
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            self.params = changed
+            print(f"{name} {getattr(changed, name)}")
+
+
+def read_message() -> str | None:
+    """The next message, of one or several lines; None at end of input. Ctrl-C drops what was typed."""
+    while True:
+        try:
+            return _read_lines()
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            print()
+            return None
+
+
+def _read_lines() -> str:
+    line = input(PROMPT)
+    if line.lstrip().startswith('"""'):
+        lines = [line.lstrip()[3:]]
+        while not lines[-1].rstrip().endswith('"""'):
+            lines.append(input(MORE))
+        lines[-1] = lines[-1].rstrip()[:-3]
+        return "\n".join(lines).strip("\n")
+    lines = [line]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(input(MORE))
+    return "\n".join(lines)
+
+
+def printable(text: str) -> str:
+    """Without control characters: an answer must not steer the terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+class History:
+    """Lines typed before, for the arrow keys; kept between runs where the home directory can be written."""
+
+    def __init__(self) -> None:
+        self.path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "octavo" / "history"
+        try:
+            import readline
+        except ImportError:  # a Python built without it: input() still reads lines
+            self.readline = None
+            return
+        self.readline = readline
+        readline.set_history_length(1000)
+        with suppress(OSError):
+            readline.read_history_file(self.path)
+
+    def save(self) -> None:
+        if self.readline is None:
+            return
+        with suppress(OSError):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.touch(mode=0o600)
+            self.readline.write_history_file(self.path)

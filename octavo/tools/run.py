@@ -1,0 +1,108 @@
+"""`octavo run`: one question with its answer on stdout, or a chat in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from octavo.config import EngineArgs
+from octavo.errors import UsageError
+from octavo.server.args import collect, options
+from octavo.tools.command import Command
+from octavo.tools.serve import require_torch
+
+EXAMPLES = """
+octavo run smollm2                                    (a chat; /help lists its commands)
+octavo run smollm2 "What is a page table?"
+octavo run smollm2 --temperature 0 --json < question.txt
+octavo run ./model.gguf --system "Answer in French." --max-tokens 200 "Who are you?"
+"""
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+HELP = {
+    "max_tokens": "Longest answer, in tokens.",
+    "temperature": "0 always takes the likeliest token.",
+    "top_p": "Keep the likeliest tokens up to this probability.",
+    "top_k": "Keep this many of the likeliest tokens.",
+    "min_p": "Drop tokens below this share of the likeliest one's probability.",
+    "repetition_penalty": "Above 1: make tokens that came before less likely.",
+}
+
+
+def run(prompt: str | None, system: str | None, as_json: bool, **given: Any) -> int:
+    engine_args, _ = collect(given)
+    require_torch()
+    piped = prompt == "-" or (prompt is None and not sys.stdin.isatty())
+    if piped:
+        prompt = sys.stdin.read()
+    if prompt is not None and not prompt.strip():
+        raise UsageError("the prompt is empty", fix="octavo run MODEL 'a question', or give none to chat")
+    if prompt is None and as_json:
+        raise UsageError("--json needs a prompt", fix="octavo run MODEL --json 'a question'", param="json")
+    from octavo.tools.session import Session
+
+    sampling = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+    if given.get("seed") is not None:
+        sampling["seed"] = given["seed"]
+    with Session(engine_args) as session:
+        if prompt is None:
+            from octavo.tools.chat import Chat
+
+            Chat(session, sampling, system).loop()
+        else:
+            ask(session, prompt, system, sampling, as_json)
+    return 0
+
+
+def ask(session: Any, prompt: str, system: str | None, sampling: dict[str, Any], as_json: bool) -> None:
+    """The answer to stdout and nothing else there; how fast it came to stderr."""
+    from octavo.engine.types import SamplingParams
+    from octavo.tools.session import Answer
+
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    params = SamplingParams(**{"max_tokens": None, **session.llm.default_params, **sampling})
+    answer = Answer()
+    for piece in session.stream(messages, params, answer):
+        if not as_json:
+            print(piece, end="", flush=True)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "model": session.llm.model_names[0], "prompt": prompt, "text": answer.text,
+                    "finish_reason": answer.finish_reason, "prompt_tokens": answer.prompt_tokens,
+                    "completion_tokens": answer.completion_tokens, "tokens_per_second": answer.tokens_per_second,
+                    "first_token_s": answer.first_token_s,
+                },
+                ensure_ascii=False,
+            )
+        )  # fmt: skip
+    else:
+        print(flush=True)
+        print(f"[{answer.summary()}]", file=sys.stderr)
+
+
+def _sampling_options() -> list[click.Parameter]:
+    made: list[click.Parameter] = []
+    for name in SAMPLING:
+        kind = int if name in ("max_tokens", "top_k") else float
+        option = click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name])
+        option.group = "Answer"  # type: ignore[attr-defined]
+        made.append(option)
+    return made
+
+
+command = Command(
+    "run", EXAMPLES, callback=run, short_help="Ask one question, or chat in the terminal.",
+    help="Answers PROMPT on stdout, or what is piped in; without either, opens a chat. MODEL is a name such as "
+    "smollm2, a GGUF file, or a folder with config.json and safetensors.",
+    params=[
+        click.Argument(["model"]), click.Argument(["prompt"], required=False),
+        click.Option(["--system"], help="Instructions that stand before the conversation."),
+        click.Option(["--json", "as_json"], is_flag=True, help="One JSON object instead of the plain answer."),
+        *_sampling_options(), *options([EngineArgs]),
+    ],
+)  # fmt: skip

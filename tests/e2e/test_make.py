@@ -1,0 +1,111 @@
+"""The Makefile's promises that need no network: clear errors, and nothing done twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAMPS = ("python", "torch", "build-tools", "runtime", "dev")
+
+
+def make(where: Path, *words: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    environment["PATH"] = path or environment["PATH"]
+    command = [str(shutil.which("make")), *words]
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project as after `make dev`: each stamp newer than what it depends on."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "csrc" / "cpu").mkdir(parents=True)
+    (tmp_path / "csrc" / "cpu" / "kernel.cpp").touch()
+    (tmp_path / ".make").mkdir()
+    for second, name in enumerate(STAMPS, 1):
+        stamp = tmp_path / ".make" / name
+        stamp.touch()
+        os.utime(stamp, (stamp.stat().st_atime + second, stamp.stat().st_mtime + second))
+    return tmp_path
+
+
+def test_help_names_every_target():
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets
+    shown = make(ROOT, "help").stdout
+    for target in set(targets[1].split()) - {"help", "dev"}:
+        assert f"make {target} " in shown
+
+
+def test_what_is_done_is_not_done_again(project):
+    assert make(project, "-q", "setup", "dev").returncode == 0
+
+
+@pytest.mark.parametrize("changed", ["csrc/cpu/kernel.cpp", "csrc/cpu/new.h", "pyproject.toml"])
+def test_a_changed_source_is_installed_again_and_torch_is_not(project, changed):
+    path = project / changed
+    path.touch()
+    os.utime(path, (path.stat().st_atime + 60, path.stat().st_mtime + 60))
+    assert make(project, "-q", "setup").returncode == 1
+    assert make(project, "-q", ".make/torch").returncode == 0
+    planned = make(project, "-n", "setup").stdout
+    assert "--no-build-isolation -e ." in planned
+    assert "import torch" not in planned
+
+
+def test_an_old_or_missing_python_is_named(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    result = make(tmp_path, "setup", "PYTHON=no-such-python")
+    assert result.returncode == 2
+    assert "older than 3.10; fix: make PYTHON=" in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_missing_compiler_is_named(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("sh", "find", "mkdir", "touch"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    python = os.path.realpath(sys.executable)
+    result = make(tmp_path, "setup", f"PYTHON={python}", path=str(tools))
+    assert result.returncode == 2
+    assert "no C++ compiler; fix: install one" in result.stderr
+
+
+def test_the_full_run_resumes(tmp_path):
+    """A file that passed is not run again until a source changes; one that failed is."""
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "full.py", tmp_path / "tests")
+    (tmp_path / "tests" / "test_good.py").write_text("def test_it():\n    assert True\n")
+    (tmp_path / "tests" / "test_bad.py").write_text(
+        "from pathlib import Path\ndef test_it():\n    assert (Path(__file__).parent.parent / '.make/go').exists()\n"
+    )
+    (tmp_path / ".gitignore").write_text("/.make/\n__pycache__/\n.pytest_cache/\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+
+    def full(*parts: str) -> tuple[int, str]:
+        command = [sys.executable, str(tmp_path / "tests" / "full.py"), *parts]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return result.returncode, result.stdout
+
+    code, text = full()
+    assert code == 1
+    assert text.rstrip().endswith("1 of 2 files passed\nfailed: tests/test_bad.py")
+    (tmp_path / ".make" / "go").touch()
+    code, text = full()
+    assert (code, text.count("passed before")) == (0, 1)
+    assert "tests/test_good.py: passed before" in text
+    assert full("tests/test_bad")[1].count("passed before") == 1
+    (tmp_path / "tests" / "test_good.py").write_text("def test_it():\n    assert 1\n")
+    code, text = full()
+    assert (code, text.count("passed before")) == (0, 0)
+    assert full("tests/nothing")[0] == 1
