@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_the_demonstration_server_answers_generate(smollm2_path):
         lines = [json.loads(line)["text"][0] for line in body.split(b"\n") if line]
         assert len(lines) > 1
         assert lines[-1] == text
-        assert all(later.startswith(earlier) for earlier, later in zip(lines, lines[1:], strict=False))
+        assert all(later.startswith(earlier) for earlier, later in pairwise(lines))
 
         status, body = post(generate, {**asked, "temperature": 1, "n": 3, "seed": 5}, "k")
         assert len(json.loads(body)["text"]) == 3
