@@ -5,7 +5,7 @@ A stream is one such object a line, each holding the text so far. (Older servers
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -78,7 +78,7 @@ def _params(fields: dict[str, Any]) -> SamplingParams:
         raise InvalidRequest(f"stop or stop_token_ids: {error}", fix="send a list", param="stop") from error
 
 
-async def _texts(serving: Serving, request_id: str, prompt: Prompt) -> AsyncIterator[list[str]]:
+async def _texts(serving: Serving, request_id: str, prompt: Prompt) -> AsyncGenerator[list[str], None]:
     """Prompt and completion of every choice, again and again as they grow."""
     choices = [Choice() for _ in range(prompt.params.n)]
     async with serving.open(request_id, [prompt], None) as merged:
@@ -88,12 +88,12 @@ async def _texts(serving: Serving, request_id: str, prompt: Prompt) -> AsyncIter
             yield [f"{prompt.text}{choice.text}" for choice in choices]
 
 
-async def _lines(texts: AsyncIterator[list[str]]) -> AsyncIterator[bytes]:
+async def _lines(texts: AsyncGenerator[list[str], None]) -> AsyncGenerator[bytes, None]:
     async for text in texts:
         yield msgspec.json.encode({"text": text}) + b"\n"
 
 
-async def _last(texts: AsyncIterator[list[str]]) -> list[str]:
+async def _last(texts: AsyncGenerator[list[str], None]) -> list[str]:
     last: list[str] = []
     async for text in texts:
         last = text
