@@ -6,6 +6,7 @@ A stream is one such object a line, each holding the text so far. (Older servers
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -89,12 +90,14 @@ async def _texts(serving: Serving, request_id: str, prompt: Prompt) -> AsyncGene
 
 
 async def _lines(texts: AsyncGenerator[list[str], None]) -> AsyncGenerator[bytes, None]:
-    async for text in texts:
-        yield msgspec.json.encode({"text": text}) + b"\n"
+    async with aclosing(texts):
+        async for text in texts:
+            yield msgspec.json.encode({"text": text}) + b"\n"
 
 
 async def _last(texts: AsyncGenerator[list[str], None]) -> list[str]:
     last: list[str] = []
-    async for text in texts:
-        last = text
+    async with aclosing(texts):
+        async for text in texts:
+            last = text
     return last
