@@ -6,9 +6,9 @@
     │   ├── BadModelFile        400, exit 2   weights, config or tokenizer that cannot be used
     │   ├── DeviceUnavailable   400, exit 2   the device asked for is not on this machine
     │   └── NotEnoughMemory     400, exit 2   weights or one KV block do not fit
-    ├── InvalidRequest          400           a request that cannot be served as it stands
-    │   ├── NotSupported        400           a known field that Octavo does not have yet
-    │   └── TemplateError       400           a chat template that fails, loops or reaches too far
+    ├── InvalidRequest          400, exit 2   a request that cannot be served as it stands
+    │   ├── NotSupported        400, exit 2   a known field that Octavo does not have yet
+    │   └── TemplateError       400, exit 2   a chat template that fails, loops or reaches too far
     ├── Overloaded              503           queues are full; `retry_after_s` says when to come back
     └── EngineDead              503, exit 1   the engine process ended
 
@@ -58,7 +58,7 @@ class NotEnoughMemory(UsageError):
 
 
 class InvalidRequest(OctavoError):
-    status, kind = 400, "BadRequestError"
+    status, kind, exit_code = 400, "BadRequestError", 2
 
 
 class NotSupported(InvalidRequest):
