@@ -42,18 +42,29 @@ class Chat:
         }  # fmt: skip
 
     def loop(self) -> None:
-        """Until /exit or Ctrl-D. Raises EngineDead when the engine is gone."""
+        """Until /exit or Ctrl-D. Ctrl-C drops what is being typed or done. Raises EngineDead."""
         history = History()
         print(f"{self.session.llm.model_names[0]} · /help lists commands, Ctrl-D leaves", file=sys.stderr)
-        while (text := read_message()) is not None:
-            history.save()
-            word, _, rest = text.strip().partition(" ")
-            if word == "/exit":
+        going_on = True
+        while going_on:
+            try:
+                text = read_message()
+                history.save()
+                going_on = self._take(text)
+            except KeyboardInterrupt:
+                print()
+            except EOFError:
+                print()
                 return
-            if word.startswith("/"):
-                self._command(word[1:], rest.strip())
-            elif text.strip():
-                self._answer(text)
+
+    def _take(self, text: str) -> bool:
+        """Whether to go on after this message or command."""
+        word, _, rest = text.strip().partition(" ")
+        if word.startswith("/"):
+            self._command(word[1:], rest.strip())
+        elif word:
+            self._answer(text)
+        return word != "/exit"
 
     def _answer(self, text: str) -> None:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -76,7 +87,7 @@ class Chat:
     def _command(self, name: str, rest: str) -> None:
         if name in self.commands:
             self.commands[name](rest)
-        else:
+        elif name != "exit":
             print(f"unknown command /{name}; /help lists them", file=sys.stderr)
 
     def _clear(self, _: str) -> None:
@@ -110,19 +121,8 @@ class Chat:
             print(f"{name} {getattr(changed, name)}")
 
 
-def read_message() -> str | None:
-    """The next message, of one or several lines; None at end of input. Ctrl-C drops what was typed."""
-    while True:
-        try:
-            return _read_lines()
-        except KeyboardInterrupt:
-            print()
-        except EOFError:
-            print()
-            return None
-
-
-def _read_lines() -> str:
+def read_message() -> str:
+    """The next message, of one or several lines. Raises EOFError at the end of input."""
     line = input(PROMPT)
     if line.lstrip().startswith('"""'):
         lines = [line.lstrip()[3:]]

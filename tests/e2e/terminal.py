@@ -22,10 +22,9 @@ class Terminal:
     """Ends the program, if it still runs, when the `with` block is left."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.keys, inner = os.openpty()
-        wrapped = [sys.executable, "-c", IN_TERMINAL, os.ttyname(inner), *command]
+        self.keys, self._screen = os.openpty()  # the second end stays open: without one, reading the first would fail
+        wrapped = [sys.executable, "-c", IN_TERMINAL, os.ttyname(self._screen), *command]
         self.process = subprocess.Popen(wrapped, env=environment, start_new_session=True)
-        os.close(inner)
         self.shown = ""
         self.read = 0
 
@@ -50,14 +49,11 @@ class Terminal:
 
     def _more(self) -> bool:
         """False when the program is gone and all has been read."""
+        running = self.process.poll() is None
         if select.select([self.keys], [], [], 0.2)[0]:
-            try:
-                data = os.read(self.keys, 1 << 16)
-            except OSError:  # Linux: no one holds the other side any more
-                return False
-            self.shown += data.decode(errors="replace").replace("\r\n", "\n")
-            return bool(data)
-        return self.process.poll() is None
+            self.shown += os.read(self.keys, 1 << 16).decode(errors="replace").replace("\r\n", "\n")
+            return True
+        return running
 
     def __enter__(self) -> Terminal:
         return self
@@ -69,3 +65,4 @@ class Terminal:
             self.process.kill()
             self.process.wait()
         os.close(self.keys)
+        os.close(self._screen)
