@@ -16,6 +16,8 @@ from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.replies import error_response, json_response
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+WORK = ("/v1", "/generate")
+"""paths that make the engine work, and so need a key and count as open requests"""
 Observe = Callable[[str, str, int, float], None]
 """called with handler, method, status and seconds"""
 
@@ -77,14 +79,14 @@ class Observed:
 
 
 class Authenticated:
-    """Asks for one of the keys on paths under /v1; the others stay open for probes and dashboards."""
+    """Asks for one of the keys on `WORK` paths; the others stay open for probes and dashboards."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self.app = app
         self.digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith("/v1")
+        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(WORK)
         if not guarded or self._allowed(_header(scope, b"authorization") or ""):
             return await self.app(scope, receive, send)
         return await json_response({"error": "Unauthorized"}, 401)(scope, receive, send)
@@ -133,13 +135,13 @@ class Gate(Protocol):
 
 
 class Admitted:
-    """Counts POSTs under /v1 as open from their first byte to the last of their answer; the gate may refuse them."""
+    """Counts POSTs to `WORK` paths as open from their first byte to the last of their answer; the gate may refuse them."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self.app, self.gate = app, gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1"):
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith(WORK):
             return await self.app(scope, receive, send)
         try:
             self.gate.admit()
