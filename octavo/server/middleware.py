@@ -135,7 +135,7 @@ class Gate(Protocol):
 
 
 class Admitted:
-    """Counts POSTs to `WORK` paths as open from their first byte to the last of their answer; the gate may refuse them."""
+    """Counts POSTs to `WORK` paths as open, first byte to last of the answer; the gate may refuse them."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self.app, self.gate = app, gate
