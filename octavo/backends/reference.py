@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
@@ -191,6 +192,11 @@ def exponential_noise(keys: Tensor, vocab: int) -> Tensor:
     return (-torch.log1p(-u)).float()
 
 
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are written: numpy asks the system for zeroed pages, torch fills them."""
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)).view(dtype)
+
+
 def _signed(value: int) -> int:
     """The int64 of the same bits."""
     return value - (1 << 64) if value >> 63 else value
@@ -224,4 +230,4 @@ class ReferenceDevice(Device):
     def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
         assert not isinstance(spec, LatentAttention), "no family with latent attention exists yet"
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-        return KVCache(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), page_size)
+        return KVCache(_lazy_zeros(shape, dtype), _lazy_zeros(shape, dtype), page_size)
