@@ -68,11 +68,12 @@ def size_kv(
     page_size = choose_page_size(config, device)
     page_bytes = [len(g.layers) * device.kv_bytes_per_page(g.spec, page_size, dtype) for g in groups]
     longest = -(-config.max_model_len // page_size)
-    window_peaks = [peak_blocks(g.spec, page_size, config.max_model_len, config.max_num_batched_tokens) for g in groups]
+    peaks = [peak_blocks(g.spec, page_size, config.max_model_len, config.max_num_batched_tokens) for g in groups]
 
     def split(blocks: int) -> tuple[int, ...]:
-        """Blocks of each group when a full-length group has `blocks`."""
-        return tuple(min(blocks, config.max_num_seqs * peak) for peak in window_peaks)
+        """Blocks of each group when one with full attention has `blocks`; windows never need more than they reach."""
+        needed = [blocks if peak == longest else config.max_num_seqs * peak for peak in peaks]
+        return tuple(min(blocks, count) for count in needed)
 
     def cost(blocks: int) -> int:
         return sum(count * size for count, size in zip(split(blocks), page_bytes, strict=True))
