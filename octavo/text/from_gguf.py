@@ -40,8 +40,6 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         pre = pre_tokenizer(metadata.get("tokenizer.ggml.pre") or "default")
         encoder, add_bos = _byte_level(metadata, tokens, pre.ignore_merges), pre.add_bos
         encoder.pre_tokenizer = pre.build()
-        if normalizer := pre.normalizer():
-            encoder.normalizer = normalizer
     elif model == "llama":
         encoder, add_bos = _sentencepiece(metadata, tokens, types), True
     else:

@@ -146,7 +146,9 @@ def _named(encoder: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tuple[
         if text and id is not None:
             named[name] = id
             specials.append(text)
-    extra = settings.get("additional_special_tokens") or []
+    extra = list(settings.get("additional_special_tokens") or [])
+    more = settings.get("extra_special_tokens") or []
+    extra += more.values() if isinstance(more, dict) else more
     specials += [text for one in extra if (text := _content(one)) and encoder.token_to_id(text) is not None]
     known = {token.content for token in encoder.get_added_tokens_decoder().values() if token.special}
     return named, [text for text in specials if text not in known]

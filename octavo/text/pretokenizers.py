@@ -1,19 +1,20 @@
 """How text is cut into words before byte-level BPE, by the name a GGUF file gives in `tokenizer.ggml.pre`.
 
-A GGUF file carries no pre-tokenizer, only its name; the expressions are those of the models' own `tokenizer.json`.
-Patterns apply one after the other, each to the pieces that the one before left: a match becomes a piece of its own.
+A GGUF file carries no pre-tokenizer, only its name, and llama.cpp defines what that means: the expressions of the
+models' own `tokenizer.json`, and no normalization (Qwen's own files compose characters first, by NFC). Patterns apply
+one after the other, each to the pieces that the one before left: a match becomes a piece of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from octavo.errors import BadModelFile
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENGLISH_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENGLISH_SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _HEAD = r"[^\r\n\p{L}\p{N}]?"
@@ -36,10 +37,6 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
-    nfc: bool = False
-
-    def normalizer(self) -> normalizers.Normalizer | None:
-        return normalizers.NFC() if self.nfc else None
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
@@ -51,8 +48,7 @@ _GPT2_WORDS = PreTokenizer((_GPT2,))
 _SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3 = PreTokenizer((_plain_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _LLAMA3_MERGING = PreTokenizer((_plain_words(r"\p{N}{1,3}"),))
-_QWEN = PreTokenizer((_plain_words(r"\p{N}"),))
-_QWEN2 = PreTokenizer((_plain_words(r"\p{N}"),), nfc=True)
+_QWEN2 = PreTokenizer((_plain_words(r"\p{N}"),))
 _TEKKEN = PreTokenizer((_cased_words("", r"\p{N}"),), ignore_merges=True, add_bos=True)
 _GPT4O = PreTokenizer((_cased_words(f"{_ENGLISH_SUFFIX}?", r"\p{N}{1,3}"),))
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
@@ -69,8 +65,7 @@ _KNOWN: dict[str, PreTokenizer] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
     ),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3_MERGING),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "kormo"), _QWEN),
-    "qwen2": _QWEN2,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "kormo"), _QWEN2),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
 }
