@@ -14,10 +14,10 @@ from octavo.text.meter import MAX_DEPTH, METER, LimitExceeded, Meter
 from octavo.text.sandbox import TemplateEnvironment, TemplateRaised
 
 MAX_SOURCE_CHARACTERS = 1 << 17
-CPU_SECONDS = 1.0
-_STEPS, _STEPS_A_VALUE = 500_000, 64
+_STEPS, _STEPS_A_VALUE = 200_000, 64
 _CHARACTERS, _CHARACTERS_A_CHARACTER = 8 << 20, 64
-"""a rendering may make so much, and more for larger conversations"""
+_CPU_SECONDS, _CPU_SECONDS_A_CHARACTER = 0.5, 1e-7
+"""a rendering may take so much, and more for larger conversations"""
 _CONTINUE = "\u2063to be continued\u2063 "
 """stands for a moment where the last message is cut; ends in a space to see whether the template trims"""
 
@@ -95,7 +95,7 @@ class _Compiled:
 def _meter(characters: int, values: int) -> Meter:
     return Meter(
         steps=_STEPS + _STEPS_A_VALUE * values, characters=_CHARACTERS + _CHARACTERS_A_CHARACTER * characters,
-        cpu_seconds=CPU_SECONDS,
+        cpu_seconds=_CPU_SECONDS + _CPU_SECONDS_A_CHARACTER * characters,
     )  # fmt: skip
 
 

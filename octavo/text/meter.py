@@ -43,7 +43,7 @@ class Meter:
             raise self._exceeded("seconds of CPU time")
 
     def _exceeded(self, what: str) -> LimitExceeded:
-        return LimitExceeded(f"{self._limits[what]} {what}")
+        return LimitExceeded(f"{round(self._limits[what], 1)} {what}")
 
     def expect(self, characters: int) -> None:
         """Before an operation that would make so much text."""

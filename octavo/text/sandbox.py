@@ -41,6 +41,8 @@ _METHODS: dict[type, frozenset[str]] = {
     int: frozenset(),
     float: frozenset({"is_integer"}),
 }
+_CONTEXT_ARGUMENTS = ("_loop_vars", "_block_vars")
+"""what compiled templates add to every call, for `Context.call` to take away"""
 _TYPES = (Cycler, Joiner)
 
 
@@ -88,7 +90,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             name: _paying(test, guards.contained if name == "in" else guards.compared) for name, test in tests.items()
         }
         self.globals = {
-            "range": self.globals["range"], "dict": _dict, "namespace": _namespace, "cycler": Cycler, "joiner": Joiner,
+            "range": _range, "dict": _dict, "namespace": _namespace, "cycler": Cycler, "joiner": Joiner,
             "raise_exception": _raise_exception, "strftime_now": _strftime_now,
         }  # fmt: skip
 
@@ -113,13 +115,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         meter = METER.get()
         meter.step()
         if not __self.is_safe_callable(__obj):
-            raise SecurityError(f"a {type(__obj).__name__} is not to be called")
+            owner = getattr(__obj, "__self__", None)
+            what = f"method {__obj.__name__!r} of" if hasattr(__obj, "__name__") and owner is not None else "calling"
+            raise SecurityError(f"{what} a {type(__obj if owner is None else owner).__name__} is out of reach")
         owner = getattr(__obj, "__self__", None)
         if isinstance(__obj, LoopContext):
             args = (metered(args[0]), *args[1:]) if args else args
         elif type(owner) in _METHODS or isinstance(owner, str):
             args = tuple(settled(arg) for arg in args)
-            guards.method(meter, __obj.__name__, owner, args, kwargs)
+            named = {name: value for name, value in kwargs.items() if name not in _CONTEXT_ARGUMENTS}
+            guards.method(meter, __obj.__name__, owner, args, named)
         elif isinstance(owner, LoopContext):
             for value in args:
                 meter.read(value)
@@ -257,6 +262,12 @@ def _tojson(
 ) -> str:
     """Unlike Jinja's own: no HTML escapes, text as it is."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _range(*args: int) -> range:
+    numbers = range(*args)
+    METER.get().step(len(numbers))
+    return numbers
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
