@@ -143,6 +143,8 @@ class Translation:
 
 def hint(name: str) -> str | None:
     """What to do instead of an old flag; None for a flag that never was."""
+    if name == "--model":
+        return "the model is an argument: octavo serve MODEL"
     flag = _BY_NAME.get(name.replace("_", "-"))
     if flag is None:
         return None

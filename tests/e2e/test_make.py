@@ -109,3 +109,33 @@ def test_the_full_run_resumes(tmp_path):
     code, text = full()
     assert (code, text.count("passed before")) == (0, 0)
     assert full("tests/nothing")[0] == 1
+
+
+def test_the_demo_shows_an_answer_and_its_speed(smollm2_path):
+    """What `make demo` runs once all is installed."""
+    command = [
+        sys.executable,
+        "-m",
+        "octavo.tools.demo",
+        str(smollm2_path),
+        "--threads",
+        "1",
+        "--max-model-len",
+        "1024",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    asked, shown = result.stdout.split("> Explain", 1)
+    assert "curl http://127.0.0.1:" in asked
+    assert len(shown.split("\n\n")[1]) > 20
+    assert re.search(r"\[\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s\]\n$", shown)
+
+
+def test_a_demo_without_a_model_fails(tmp_path):
+    command = [sys.executable, "-m", "octavo.tools.demo", str(tmp_path / "none.gguf")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("octavo: error: ")
+    assert "none.gguf" in result.stderr

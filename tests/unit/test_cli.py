@@ -90,6 +90,7 @@ def test_version_as_json_is_one_object():
         (["--frobnicate"], "unknown flag --frobnicate"),
         (["serve"], "MODEL"),
         (["serve", "m", "surplus"], "surplus"),
+        (["serve", "--model", "m"], "octavo serve MODEL"),
         (["serve", "m", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
         (["serve", "m", "--max-num-seqs", "many"], "'many' is not a valid integer"),
         (["serve", "m", "--max-model-len", "0.3"], "32k (32,000)"),

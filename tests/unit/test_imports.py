@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,14 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 def may_hold_torch(path: Path) -> bool:
     name = relative(path)
     return name not in TORCH_FREE_ANYWAY and any(name == p or name.startswith(f"{p}/") for p in WITH_TORCH)
+
+
+def test_the_levels_are_those_of_the_document():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawn = re.search(r"^`(.+ → errors)`\.$", text, re.MULTILINE)
+    assert drawn
+    levels = [tuple(sorted(re.findall(r"\w+", level))) for level in drawn[1].split("→")]
+    assert levels[::-1] == [tuple(sorted(rooms)) for rooms in LAYERS[:-1]]
 
 
 def test_every_room_has_a_level():
