@@ -55,8 +55,11 @@ def test_logits_equal_those_of_transformers(case, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_equals_the_gguf_package(kind, dtype, monkeypatch):
-    """Also across the borders of the chunks that bound its memory."""
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "numpy"])
+def test_every_type_equals_the_gguf_package(kind, dtype, kernels, monkeypatch):
+    """With the kernel library and without, also across the borders of the chunks that bound its memory."""
+    if not kernels:
+        monkeypatch.setattr("octavo.backends.cpu.lib.available", lambda: False)
     monkeypatch.setattr("octavo.quant.gguf_blocks._CHUNK_ELEMENTS", 512)
     rng = np.random.default_rng(SEED)
     raw = quantized(rng.standard_normal((5, 768), dtype=np.float32), kind, rng)

@@ -1,6 +1,7 @@
 """Opening checkpoints: what is wrong with a directory, a config or the tensors is named before any is read."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import safetensors.numpy
 from octavo.errors import BadModelFile
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.gguf_config import interleaved_rows
+from tests.matrix import SEED
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 20, "hidden_size": 8, "intermediate_size": 12,
@@ -228,3 +230,30 @@ def test_interleaved_rows_are_put_back_in_order():
     """Two heads of six channels, as llama.cpp's converter would have written them."""
     file_rows = np.arange(12).reshape(2, 2, 3).swapaxes(1, 2).reshape(12)
     assert file_rows[interleaved_rows(12, 2)].tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("form", ["a.gguf", "config.json", "model.safetensors.index.json"])
+def test_flipped_bytes_never_surprise(tmp_path, form):
+    """BadModelFile or success, whatever bytes of metadata, config or index are wrong."""
+    rng = random.Random(f"{SEED}/{form}")
+    if form == "a.gguf":
+        write_gguf(tmp_path / form, **{"tokenizer.ggml.eos_token_id": 3, "llama.rope.scaling.type": "linear"})
+    else:
+        write(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0}, head_dim=4)
+    if form == "model.safetensors.index.json":
+        (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
+        (tmp_path / form).write_text(json.dumps({"weight_map": dict.fromkeys(tensors(), "part.safetensors")}))
+    open_checkpoint(tmp_path)
+    content = (tmp_path / form).read_bytes()
+    end = min(len(content), 3000)
+    for _ in range(300):
+        changed = bytearray(content)
+        for _ in range(rng.choice((1, 1, 2, 8))):
+            changed[rng.randrange(end)] = rng.choice((rng.randrange(256), *b'019,:[]{}"e-'))
+        (tmp_path / form).write_bytes(changed)
+        try:
+            open_checkpoint(tmp_path)
+        except BadModelFile as err:
+            str(err).encode()
+        except Exception as err:
+            pytest.fail(f"OCTAVO_SEED={SEED}: {err!r}")
