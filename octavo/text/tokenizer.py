@@ -118,16 +118,19 @@ class Tokenizer:
         return [*self.facts.prefix, *ids, *self.facts.suffix]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Raises InvalidRequest for an id out of range."""
+        """The text of all tokens together; `token_bytes` says what an id beyond the vocabulary stands for."""
         raw = b"".join(self.token_bytes(id) for id in ids if not (skip_special_tokens and id in self.special_ids))
         if self.strip_first_space and raw.startswith(b" "):
             raw = raw[1:]
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The exact bytes the token stands for; they may be part of a character."""
+        """The exact bytes the token stands for; they may be part of a character.
+
+        No bytes for an id beyond the vocabulary: a model's logits are often padded, and such an id can be sampled.
+        """
         if not 0 <= id < self.vocab_size:
-            raise InvalidRequest(f"token id {id} is out of range", limit=f"0 to {self.vocab_size - 1}")
+            return b""
         known = self._bytes[id]
         if known is None:
             known = self._bytes[id] = self._spell(id)
