@@ -125,6 +125,11 @@ class AsyncLLM:
         template = self.template
         if template is None:
             raise InvalidRequest("this model has no chat template", fix="start with --chat-template FILE")
+        for name in ("messages", "add_generation_prompt", "continue_final_message"):
+            if name in (template_kwargs or {}):
+                raise InvalidRequest(
+                    f"chat_template_kwargs holds {name}", fix=f"give {name} by itself", param="chat_template_kwargs"
+                )
 
         def both() -> tuple[str, list[int]]:
             text = template.render(
