@@ -222,7 +222,7 @@ class AsyncLLM:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        if ids is not None and all(type(i) is int for i in ids):
+        if isinstance(ids, Sequence) and set(map(type, ids)) <= {int}:
             return text, list(ids)
         if not isinstance(text, str):
             raise InvalidRequest(

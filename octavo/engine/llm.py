@@ -200,7 +200,7 @@ def _engine_args(model: str, settings: Mapping[str, Any]) -> EngineArgs:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A lone text, dict or list of token ids is one prompt."""
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or (prompts and isinstance(prompts[0], int)):
         return [cast("Prompt", prompts)]
     return cast("Sequence[Prompt]", prompts)
 

@@ -97,7 +97,7 @@ async def _page() -> FileResponse:
 
 async def _octavo_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OctavoError)
-    if error.status >= 500:
+    if error.status == 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
     return error_response(error)
 

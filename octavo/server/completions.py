@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 
@@ -33,7 +34,10 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(serving: Serving, request: Request) -> Response:
     asked = await serving.read(request, CompletionRequest)
     asked.check()
-    prompts = [await _prompt(serving, asked, prompt) for prompt in asked.prompts()]
+    prompts = []
+    for prompt in asked.prompts():
+        prompts.append(await _prompt(serving, asked, prompt))
+        await asyncio.sleep(0)  # many short prompts must not hold up the streams either
     call = CompletionCall(serving, asked, serving.visible_id(request, asked, "cmpl"), prompts)
     if asked.stream:
         return await EventStream.begun(request, call.frames())

@@ -141,6 +141,8 @@ class EventStream(Response):
             async for data in self.frames:
                 yield data
         except OctavoError as err:
+            if err.status == 500:
+                log.error("a stream failed: %s", err)
             yield self.failure(body_of(err))
         except Exception:
             log.exception("a stream failed")

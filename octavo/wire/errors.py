@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.errors import OctavoError
+from octavo.errors import EngineDead, OctavoError
 
 
 def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
@@ -12,9 +12,13 @@ def error_body(message: str, kind: str, code: int, param: str | None = None) -> 
     return msgspec.json.encode({"error": error})
 
 
-def body_of(error: OctavoError) -> bytes:
-    return error_body(str(error), error.kind, error.status, error.param)
-
-
 INTERNAL = error_body("internal error; fix: see the server's log", "InternalServerError", 500)
 """for our own bugs, whose details are nobody else's business"""
+
+
+def body_of(error: OctavoError) -> bytes:
+    """What a client may read of it: not the engine's last words, nor what broke inside."""
+    if error.status == 500:
+        return INTERNAL
+    message = "the engine is not running; fix: try again later" if isinstance(error, EngineDead) else str(error)
+    return error_body(message, error.kind, error.status, error.param)

@@ -85,10 +85,10 @@ class ServerProcess:
         return f"http://{self.host}:{self.port}"
 
     def call(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout_s: float = 60
     ) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body) of one request."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             data = body if body is None or isinstance(body, bytes) or hasattr(body, "__next__") else json.dumps(body)
             connection.request(method, path, data, headers or {}, encode_chunked=hasattr(body, "__next__"))
@@ -118,22 +118,28 @@ class ServerProcess:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
-    def open_stream(self, path: str, body: Any, receive_buffer: int | None = None) -> RawStream:
-        return RawStream(self.host, self.port, path, {**body, "stream": True}, receive_buffer)
+    def open_stream(
+        self, path: str, body: Any, receive_buffer: int | None = None, headers: dict[str, str] | None = None
+    ) -> RawStream:
+        return RawStream(self.host, self.port, path, {**body, "stream": True}, receive_buffer, headers)
 
 
 class RawStream:
     """An HTTP stream on a bare socket, to be read, left unread, or cut at will."""
 
-    def __init__(self, host: str, port: int, path: str, body: Any, receive_buffer: int | None) -> None:
+    def __init__(
+        self, host: str, port: int, path: str, body: Any, receive_buffer: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.socket = socket.socket()
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(60)
         self.socket.connect((host, port))
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-        self.socket.sendall(head.encode() + data)
+        fields = {"Host": host, "Connection": "close", "Content-Length": len(data), **(headers or {})}
+        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.socket.sendall(head.encode() + b"\r\n" + data)
 
     def wait_for(self, text: bytes) -> bytes:
         """What has come once `text` is in it."""

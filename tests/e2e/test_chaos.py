@@ -64,8 +64,9 @@ def test_death_of_the_engine_ends_streams_and_server(start):
     for end in ends:
         assert end[-1] == "[DONE]"
         assert end[-2]["error"]["code"] == 503
-        assert "SIGKILL" in end[-2]["error"]["message"]
+        assert "engine is not running" in end[-2]["error"]["message"]
     assert server.process.wait(10) == 1
+    assert "killed by SIGKILL" in server.log.read_text()
 
 
 def test_a_dead_engine_is_started_again_as_often_as_allowed(start):
@@ -179,6 +180,8 @@ def test_a_failed_sequence_is_a_500_and_the_others_go_on(start):
     status, answer = server.post(COMPLETIONS, quick(5) | {"prompt": [2, 5]})
     assert status == 500
     assert answer["error"]["type"] == "InternalServerError"
+    assert "broken" not in answer["error"]["message"]
+    assert "this sequence is broken" in server.log.read_text()
     assert list(events(stays.rest()))[-1] == "[DONE]"
     assert server.health() == 200
 

@@ -1,0 +1,178 @@
+"""`LLM` and `AsyncLLM` with the default model, in this process and in scripts without a main guard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from octavo import LLM, AsyncLLM, RequestOutput, SamplingParams
+from octavo.config import EngineArgs
+from octavo.errors import InvalidRequest, ModelNotFound, UsageError
+from tests.e2e.server_process import ROOT, wait_until
+from tests.matrix import SEED
+
+RNG = random.Random(f"{SEED}/python-api")
+PROMPTS = ["The capital of France is", "Once upon a time", "def main():", "1, 2, 3,"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SMALL = {"max_model_len": 512, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path) -> Iterator[LLM]:
+    with LLM(model=str(smollm2_path), **SMALL) as made:
+        yield made
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    prompts = RNG.sample(PROMPTS, 4)
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.prompt for o in outputs] == prompts
+    assert all(isinstance(o, RequestOutput) and o.finished for o in outputs)
+    assert all(len(o.outputs[0].token_ids) == 12 and o.outputs[0].finish_reason == "length" for o in outputs)
+    alone = [llm.generate(p, GREEDY)[0].outputs[0].text for p in prompts]
+    assert [o.outputs[0].text for o in outputs] == alone, f"OCTAVO_SEED={SEED}"
+    ids = [{"prompt_token_ids": o.prompt_token_ids} for o in outputs]
+    assert [o.outputs[0].text for o in llm.generate(ids, GREEDY)] == alone
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 9)]
+    outputs = llm.generate(PROMPTS[:3], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5, 9]
+    with pytest.raises(InvalidRequest, match="3 prompts and 2 sampling_params"):
+        llm.generate(PROMPTS[:3], params[:2])
+
+
+def test_choices_and_logprobs_are_vllms(llm):
+    params = SamplingParams(
+        n=3, temperature=1, seed=RNG.randrange(1 << 30), max_tokens=6, logprobs=2, prompt_logprobs=1
+    )
+    (output,) = llm.generate(PROMPTS[0], params)
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for choice in output.outputs:
+        assert len(choice.logprobs) == len(choice.token_ids)
+        chosen = [position[token].logprob for position, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+        assert choice.cumulative_logprob == pytest.approx(sum(chosen))
+        assert all(2 <= len(position) <= 3 for position in choice.logprobs)
+        assert [p[t].rank == 1 for p, t in zip(choice.logprobs, choice.token_ids, strict=True)] == [
+            p[t].logprob == max(one.logprob for one in p.values())
+            for p, t in zip(choice.logprobs, choice.token_ids, strict=True)
+        ]
+
+
+def test_chat_is_generate_over_the_template(llm):
+    conversation = [{"role": "user", "content": "What is gravity?"}]
+    (answer,) = llm.chat(conversation, GREEDY)
+    assert answer.prompt.endswith("<|im_start|>assistant\n")
+    assert llm.generate(answer.prompt, GREEDY)[0].outputs[0].text == answer.outputs[0].text
+    several = llm.chat([conversation, [{"role": "user", "content": "Hi"}]], GREEDY)
+    assert several[0].outputs[0].text == answer.outputs[0].text
+
+
+@pytest.mark.parametrize(("prompt", "params", "named"), [
+    ("", GREEDY, "prompt"), ([1, 1 << 20], GREEDY, "prompt"), ([5] * 600, GREEDY, "512"), (3.5, GREEDY, "prompt"),
+    ("Hi", SamplingParams(max_tokens=1000), "max_tokens"), ("Hi", SamplingParams(temperature="hot"), "temperature"),
+    ("Hi", SamplingParams(n=True), "n is True"), ("Hi", SamplingParams(top_p=float("nan")), "top_p"),
+    ("Hi", SamplingParams(stop=["a", 3]), "stop"), ("Hi", SamplingParams(logprobs=50), "logprobs"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(llm, prompt, params, named):
+    with pytest.raises(InvalidRequest, match=named):
+        llm.generate(prompt, params)
+
+
+def test_settings_that_there_are_not(smollm2_path):
+    with pytest.raises(UsageError, match="zork"):
+        LLM(model=str(smollm2_path), zork=1)
+    with pytest.raises(UsageError, match="max-model-len"):
+        LLM(model=str(smollm2_path), max_model_len=1 << 30)
+    with pytest.raises(ModelNotFound):
+        LLM(model="/nowhere/at-all.gguf")
+
+
+async def test_it_works_inside_a_running_loop(llm):
+    assert llm.generate("Hi", GREEDY)[0].finished
+
+
+async def test_the_async_twin_says_the_same(llm, smollm2_path):
+    expected = llm.generate(PROMPTS, GREEDY)
+    engine = await AsyncLLM.create(EngineArgs(model=str(smollm2_path), **SMALL))
+    try:
+
+        async def last(prompt: str) -> RequestOutput:
+            lengths, output = [], None
+            async for output in engine.generate(prompt, GREEDY, request_id=f"id {prompt}"):
+                lengths.append(len(output.outputs[0].token_ids))
+            assert lengths == sorted(lengths)
+            return output
+
+        outputs = await asyncio.gather(*(last(prompt) for prompt in PROMPTS))
+        assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
+        assert [o.request_id for o in outputs] == [f"id {p}" for p in PROMPTS]
+        long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        stream = engine.generate("Hi", long, request_id="long")
+        await anext(stream)
+        await engine.abort("long")
+        output = [one async for one in stream][-1]
+        assert output.outputs[0].finish_reason == "abort"
+        assert len(output.outputs[0].token_ids) < 400
+        await engine.check_health()
+        assert engine.stats.blocks_used == 0
+    finally:
+        await engine.shutdown()
+        await engine.shutdown()
+
+
+SCRIPT = """
+from octavo import LLM, SamplingParams
+llm = LLM(model={model!r}, max_model_len=512, threads=1)
+params = SamplingParams(temperature=0, max_tokens={tokens}, ignore_eos=True)
+print("ready", flush=True)
+try:
+    llm.generate(["Hi"] * 8, params)
+    print("done", flush=True)
+except KeyboardInterrupt:
+    print("interrupted", len(llm.generate("Hi", SamplingParams(max_tokens=3))), flush=True)
+{end}
+"""
+ENDS = {"falls off": "", "exits": "raise SystemExit(3)", "raises": "raise ValueError('mine')", "deletes": "del llm",
+        "closes": "llm.close()"}  # fmt: skip
+
+
+def script(model: object, tokens: int, end: str) -> subprocess.Popen[bytes]:
+    code = SCRIPT.format(model=str(model), tokens=tokens, end=end)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+
+
+@pytest.mark.parametrize("how", [RNG.choice(list(ENDS))])
+def test_a_script_without_a_guard_leaves_nothing_behind(smollm2_path, how):
+    process = script(smollm2_path, 4, ENDS[how])
+    assert process.stdout.readline() == b"ready\n"
+    (engine,) = psutil.Process(process.pid).children()
+    out, err = process.communicate(timeout=60)
+    assert out == b"done\n", err
+    assert process.returncode == {"exits": 3, "raises": 1}.get(how, 0), err
+    assert (b"Traceback" in err) == (how == "raises"), err
+    wait_until(lambda: not engine.is_running(), 5, "the engine has ended")
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_engine(smollm2_path):
+    process = script(smollm2_path, 450, "")
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert out == b"interrupted 1\n", err
+    assert process.returncode == 0
+    assert b"Traceback" not in err
