@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from octavo.config import EngineArgs
 from octavo.engine import admission
@@ -17,7 +17,7 @@ from octavo.engine.client import EngineClient
 from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.model_text import LoadedModel, OnProgress, in_daemon_thread, prepare
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
-from octavo.engine.types import Request, SamplingParams, TokenEvent
+from octavo.engine.types import Request, SamplingParams
 from octavo.errors import InvalidRequest, OctavoError, from_wire
 
 log = logging.getLogger("octavo.engine")
@@ -177,8 +177,7 @@ class AsyncLLM:
     async def _deltas(self, request: Request) -> AsyncGenerator[list[ChoiceDelta], None]:
         client, sampling = self._client, request.sampling
         choices = [ChoiceText(self.tokenizer, sampling, request.prompt_token_ids) for _ in range(sampling.n)]
-        events_of = cast("AsyncGenerator[list[TokenEvent], None]", client.generate(request))
-        async with aclosing(events_of) as batches:
+        async with aclosing(client.generate(request)) as batches:
             async for events in batches:
                 self._note_step(client.stats)
                 deltas = []

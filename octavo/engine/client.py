@@ -11,7 +11,7 @@ import fcntl
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -212,7 +212,7 @@ class EngineClient:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
+    async def generate(self, request: Request) -> AsyncGenerator[list[TokenEvent], None]:
         """All events that have come since the last round, until each choice has ended.
 
         The request is sent when iteration begins; closing the iterator before its end aborts it in the engine. Raises
