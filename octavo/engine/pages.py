@@ -82,7 +82,7 @@ class BlockPool:
 
 @dataclass
 class BlockTables:
-    """One sequence's tables, one a KV group; `trimmed` counts each table's freed entries at the front."""
+    """One sequence's tables, one a KV group, all of one length; `trimmed` counts each one's freed entries in front."""
 
     tables: list[list[int]]
     trimmed: list[int] = field(default_factory=list)
@@ -94,6 +94,7 @@ class KVBlocks:
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self.pools = [BlockPool(n) for n in layout.num_blocks]
+        self._windows = [(g, s.window) for g, s in enumerate(layout.specs) if isinstance(s, SlidingWindow)]
 
     @property
     def num_blocks(self) -> int:
@@ -120,21 +121,20 @@ class KVBlocks:
 
     def extend(self, held: BlockTables, num_tokens: int) -> bool:
         """Lengthens all tables to hold `num_tokens` positions; False, and nothing changed, when blocks are short."""
-        want = -(-num_tokens // self.layout.page_size)
-        missing = [want - len(table) for table in held.tables]
-        if any(n > pool.num_free for n, pool in zip(missing, self.pools, strict=True)):
+        missing = -(-num_tokens // self.layout.page_size) - len(held.tables[0])
+        if missing <= 0:
+            return True
+        if any(pool.num_free < missing for pool in self.pools):
             return False
-        for table, pool, count in zip(held.tables, self.pools, missing, strict=True):
-            if count > 0:
-                table += pool.take(count)
+        for table, pool in zip(held.tables, self.pools, strict=True):
+            table += pool.take(missing)
         return True
 
     def trim(self, held: BlockTables, num_computed: int) -> None:
         """Frees blocks whose positions no later token sees, once `num_computed` tokens are in the cache."""
-        for group, spec in enumerate(self.layout.specs):
-            if isinstance(spec, SlidingWindow):
-                reachable = max(0, num_computed - spec.window + 1) // self.layout.page_size
-                self._free_front(held, group, min(reachable, len(held.tables[group])))
+        for group, window in self._windows:
+            reachable = max(0, num_computed - window + 1) // self.layout.page_size
+            self._free_front(held, group, min(reachable, len(held.tables[group])))
 
     def _free_front(self, held: BlockTables, group: int, end: int) -> None:
         table = held.tables[group]
@@ -153,6 +153,7 @@ class KVBlocks:
 
     def check_integrity(self, everyone: Sequence[BlockTables]) -> None:
         """Raises AssertionError unless pools and tables agree. Cost: all blocks."""
+        assert all(len({len(table) for table in held.tables}) == 1 for held in everyone), "tables differ in length"
         for group, pool in enumerate(self.pools):
             for held in everyone:
                 freed = held.trimmed[group]

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from octavo.backends.base import Device, open_device
 from octavo.config import EngineConfig
 from octavo.dist.group import SINGLE, Group
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import StepPlan, StepResult
+from octavo.engine.plan import SequenceFault, StepPlan, StepResult
 from octavo.engine.process import log_to_stderr, read_frame, read_settings
 from octavo.engine.runner import Runner
 from octavo.errors import OctavoError, UsageError
@@ -109,7 +110,8 @@ def main() -> None:
         worker.prepare(msgspec.msgpack.decode(frames.get(), type=Prepare))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
         while True:
-            worker.run(decode(frames.get()))
+            with suppress(SequenceFault):  # rank 0 meets the same one, and reports it
+                worker.run(decode(frames.get()))
     except Exception as err:
         log.error("%s", err, exc_info=None if isinstance(err, OctavoError) else err)
         os._exit(1)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from octavo.backends.base import open_device
 from octavo.config import EngineArgs, EngineConfig, resolve
 from octavo.engine.pages import KVLayout
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.types import MAX_CHOICES, Request, SamplingParams, TokenEvent
+from octavo.engine.worker import choose_device
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.loader import load_model
 
@@ -63,14 +63,15 @@ class LocalEngine:
     """Scheduler and runner in this process."""
 
     def __init__(
-        self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16
-    ) -> None:
-        device = open_device("reference", threads=1)
+        self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16,
+        device_name: str = "reference",
+    ) -> None:  # fmt: skip
+        device, dtype = choose_device(config_for(folder, device=device_name, threads=1), rank=0)
         checkpoint = open_checkpoint(folder)
-        model = load_model(checkpoint, device, torch.float32)
+        model = load_model(checkpoint, device, dtype)
         layout = KVLayout(page_size, tuple(g.spec for g in model.kv_groups), (blocks,) * len(model.kv_groups))
         limits = {"max_num_seqs": seqs, "max_model_len": checkpoint.spec.context_len, "vocab_size": VOCAB}
-        self.runner = Runner(model, device, layout, torch.float32, **limits)
+        self.runner = Runner(model, device, layout, dtype, **limits)
         self.scheduler = Scheduler(
             layout, max_num_batched_tokens=budget, eos_token_ids=checkpoint.eos_token_ids, **limits
         )

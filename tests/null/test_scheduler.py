@@ -67,15 +67,16 @@ def test_answers_are_the_models():
     scheduler, runner = build(blocks=(12,))
     wanted = {}
     for i in range(12):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
-        count = rng.randint(1, 12)
+        first = i < 4  # these start together and outgrow the pool
+        prompt = [rng.randrange(VOCAB) for _ in range(1 if first else rng.randint(1, 30))]
+        count = 30 if first else rng.randint(1, 12)
         scheduler.add(request(str(i), prompt, max_tokens=count), 0.0)
         wanted[str(i), 0] = continuation(prompt, min(count, 40 - len(prompt)), VOCAB)
     answers = finish(scheduler, runner)
     assert {k: tokens_of(v) for k, v in answers.items()} == wanted, f"seed {seed}"
     assert all(v[-1].finish_reason == "length" for v in answers.values())
     assert scheduler.blocks.num_used == 0
-    assert scheduler.stats.preemptions > 0, f"the pool was not small enough to test preemption (seed {seed})"
+    assert scheduler.stats.preemptions > 0
 
 
 def test_preemption_takes_the_youngest_and_lowest_priority_first():
