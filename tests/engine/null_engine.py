@@ -25,7 +25,7 @@ class NullExecutor:
     def __init__(self, config: EngineConfig) -> None:
         blocks, page_size = config.num_gpu_blocks_override or 64, config.block_size or 4
         self.layout = KVLayout(page_size, (FullAttention(1, 1),), (blocks,))
-        self.runner = NullRunner(self.layout, config.vocab_size)
+        self.runner = NullRunner(self.layout, config.vocab_size, config.max_num_seqs)
         self.facts = EngineFacts(
             os.getpid(), "null", "none", "none", blocks, page_size, config.max_model_len, 0, 0, 0.0
         )  # fmt: skip

@@ -36,8 +36,8 @@ class Known:
 
 
 class NullRunner:
-    def __init__(self, layout: KVLayout, vocab_size: int) -> None:
-        self.layout, self.vocab_size = layout, vocab_size
+    def __init__(self, layout: KVLayout, vocab_size: int, max_num_seqs: int) -> None:
+        self.layout, self.vocab_size, self.max_num_seqs = layout, vocab_size, max_num_seqs
         self.memory: list[dict[tuple[int, int], tuple[int, int, int]]] = [{} for _ in layout.specs]
         self.known: dict[int, Known] = {}
 
@@ -46,6 +46,7 @@ class NullRunner:
             self.known.pop(sequence_id, None)
         for new in plan.added:
             self.known[new.sequence_id] = Known(new, [{} for _ in self.layout.specs])
+        assert len(self.known) <= self.max_num_seqs, "runners were not told to forget"
         assert len({c.sequence_id for c in plan.chunks}) == len(plan.chunks), "a sequence has two chunks in a step"
         for chunk in plan.chunks:
             self._write(chunk)

@@ -27,7 +27,7 @@ def build(blocks=(16,), specs=(FULL,), page_size=4, seqs=4, budget=8, length=40,
         layout, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, vocab_size=VOCAB,
         eos_token_ids=eos, seed=seed,
     )  # fmt: skip
-    return scheduler, NullRunner(layout, VOCAB)
+    return scheduler, NullRunner(layout, VOCAB, seqs)
 
 
 def request(name="r", prompt=(1, 2, 3), client="c", **fields):
@@ -138,7 +138,7 @@ def test_prompt_logprobs_come_whole_across_chunks_and_preemption():
 
 
 def test_a_paused_client_waits_and_makes_room():
-    scheduler, runner = build(blocks=(10,), budget=40)
+    scheduler, runner = build(blocks=(10,), budget=40, seqs=1)
     scheduler.add(request("slow", range(20), client="slow", max_tokens=9), 0.0)
     step(scheduler, runner)
     scheduler.paused_clients = frozenset({"slow"})
