@@ -77,4 +77,8 @@ async def tokenize(serving: Serving, request: Request) -> Response:
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     asked = await serving.read(request, DetokenizeRequest)
+    for token in asked.tokens:
+        if not 0 <= token < serving.llm.config.vocab_size:
+            last = serving.llm.config.vocab_size - 1
+            raise InvalidRequest(f"tokens holds {token}", limit=f"0 to {last}", fix="remove it", param="tokens")
     return json_response({"prompt": await serving.llm.decode(asked.tokens)})

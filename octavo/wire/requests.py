@@ -209,6 +209,9 @@ def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
     except ValidationError as err:
         raise _explain(err) from None
     unknown = fields.check(request.model_extra or {}, kind.refused)
+    options = getattr(request, "stream_options", None)
+    if options is not None:
+        unknown += [f"stream_options.{name}" for name in options.model_extra or {}]
     return request, unknown
 
 

@@ -253,6 +253,7 @@ def test_tokenize_and_detokenize(server):
     assert status == 200
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert server.post("/detokenize", {"tokens": answer["tokens"]})[1]["prompt"] == text, NOTE
+    assert server.post("/detokenize", {"tokens": [5, 49152]})[0] == 400
     as_chat = server.post("/tokenize", CHAT)[1]
     used = server.post("/v1/chat/completions", CHAT | {"max_tokens": 1})[1]["usage"]
     assert as_chat["count"] == used["prompt_tokens"]
