@@ -36,6 +36,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     threads: int | None = None
     seed: int = 0
+    """of requests that bring none: 0 draws theirs from the system, another number makes a fixed series of them"""
     max_logprobs: int = 20
     chat_template: str | None = None
     generation_config: str = "auto"
