@@ -30,7 +30,7 @@ from octavo.engine.plan import SequenceFault, StepPlan, StepResult
 from octavo.engine.process import end_with_parent, log_to_stderr, read_settings, remove_directory
 from octavo.engine.scheduler import Events, Scheduler
 from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
-from octavo.errors import EngineDead, OctavoError, Overloaded, to_wire
+from octavo.errors import EngineDead, OctavoError, Overloaded, UsageError, to_wire
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,14 @@ def main(start_executor: StartExecutor) -> None:
     os._exit(status)  # nothing of value is left, and the destructors of device libraries may hang
 
 
-if __name__ == "__main__":
-    from octavo.engine.executor import start_executor
+def start_on_device(config: EngineConfig, directory: str, progress: Callable[[str, int, int], None]) -> Executor:
+    """Imports torch only here, where a client can be told that it is missing or broken."""
+    try:
+        from octavo.engine.executor import start_executor
+    except (ImportError, OSError) as err:
+        raise UsageError(f"the engine's libraries cannot be loaded: {err}", fix="install torch anew") from None
+    return start_executor(config, directory, progress)
 
-    main(start_executor)
+
+if __name__ == "__main__":
+    main(start_on_device)

@@ -164,7 +164,7 @@ async def test_killing_the_engine_ends_every_stream_at_once():
         start = time.monotonic()
         for events in await asyncio.gather(*tasks):
             assert events[-1].error["class"] == "EngineDead"
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 2.0
         assert client.is_dead
         assert "SIGKILL" in str(await client.died())
 
@@ -280,7 +280,7 @@ async def test_an_attached_client_notices_death_and_leaves_the_engine_alone():
         task = asyncio.create_task(collect(guest, request("r", SLOW, count=50)))
         await until(lambda: guest.stats.steps > 2)
         os.kill(client.facts.pid, signal.SIGKILL)
-        assert (await asyncio.wait_for(task, 1))[-1].finish_reason == "error"
+        assert (await asyncio.wait_for(task, 3))[-1].finish_reason == "error"
         await guest.close()
         leftover = client.directory
         with pytest.raises(EngineDead, match="nobody answers"):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -141,6 +142,13 @@ async def test_ranks_give_the_answers_of_one(llama, rng, ranks):
         await client.shutdown()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
+
+
+async def test_a_missing_torch_is_a_typed_error(llama, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(UsageError, match=r"No module named torch.*install"):
+        await EngineClient.start(config_for(llama))
 
 
 async def test_a_model_that_cannot_be_loaded_is_a_typed_error(llama, tmp_path):
