@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo.engine.types import SamplingParams
-from octavo.errors import InvalidRequest, UsageError
+from octavo.errors import BadModelFile, InvalidRequest, UsageError
 
 DEFAULTS = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -17,16 +17,24 @@ DEFAULTS = {
 """keys of a model's generation_config.json that become default sampling parameters, as in vLLM"""
 
 
-def default_params(source: str, generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a request that says nothing gets. `source` is "auto" (the model's own) or "vllm" (none)."""
+def default_params(source: str, generation_config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """What a request that says nothing gets. `source` is "auto" (the model's own) or "vllm" (none).
+
+    Raises UsageError, or BadModelFile when the model's own are no valid parameters.
+    """
     if source not in ("auto", "vllm"):
-        raise UsageError(
-            f"--generation-config {source} is unknown", fix="auto or vllm", param="generation_config"
-        )  # fmt: skip
+        raise UsageError(f"--generation-config {source} is unknown", fix="auto or vllm", param="generation_config")
     if source == "vllm":
         return {}
     named = {ours: generation_config.get(theirs) for theirs, ours in DEFAULTS.items()}
-    return {name: value for name, value in named.items() if value is not None}
+    params = {name: value for name, value in named.items() if value is not None}
+    try:
+        typed(SamplingParams(**params)).verify(vocab_size, vocab_size)
+    except InvalidRequest as err:
+        raise BadModelFile(
+            f"generation_config.json: {err.cause}", limit=err.limit, fix="correct it, or use --generation-config vllm"
+        ) from err
+    return params
 
 
 def typed(params: SamplingParams) -> SamplingParams:

@@ -18,7 +18,7 @@ from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.model_text import LoadedModel, OnProgress, in_daemon_thread, prepare
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
 from octavo.engine.types import Request, SamplingParams
-from octavo.errors import InvalidRequest, OctavoError, from_wire
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, from_wire
 
 log = logging.getLogger("octavo.engine")
 HEALTH_TIMEOUT_S = 60.0
@@ -36,7 +36,7 @@ class AsyncLLM:
         """For `create`."""
         self.args, self.config, self.tokenizer, self.template = args, model.config, model.tokenizer, model.template
         self.model_names = args.served_model_name or (args.model,)
-        self.default_params = admission.default_params(args.generation_config, model.checkpoint.generation_config)
+        self.default_params = model.default_params
         self.on_stats: Callable[[Stats], None] = lambda _: None
         """told of the engine's stats whenever they come with tokens of a new step"""
         self._client, self._max_buffered_events = client, max_buffered_events
@@ -69,8 +69,8 @@ class AsyncLLM:
                 try:
                     self._client = await EngineClient.start(self.config, max_buffered_events=self._max_buffered_events)
                     break
-                except OctavoError as err:
-                    error = err
+                except (OctavoError, OSError) as err:
+                    error = err if isinstance(err, OctavoError) else EngineDead(str(err))
             else:
                 self._dead.set_result(error)
                 return

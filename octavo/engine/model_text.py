@@ -7,13 +7,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from octavo.config import EngineArgs, EngineConfig, resolve
+from octavo.engine.admission import default_params
 from octavo.engine.messages import Progress
 from octavo.errors import UsageError
 from octavo.hub.resolve import resolve_model
-from octavo.models.checkpoint import Checkpoint, open_checkpoint
+from octavo.models.checkpoint import open_checkpoint
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -23,11 +24,12 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    checkpoint: Checkpoint
     config: EngineConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """None for a model that was not made for chat"""
+    default_params: dict[str, Any]
+    """sampling parameters of requests that bring none"""
 
 
 def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
@@ -39,7 +41,8 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     checkpoint = open_checkpoint(path)
     config = resolve(args, checkpoint.facts())
     tokenizer = load_tokenizer(Path(args.tokenizer) if args.tokenizer else path)
-    return LoadedModel(checkpoint, config, tokenizer, _template(args, tokenizer))
+    defaults = default_params(args.generation_config, checkpoint.generation_config, config.vocab_size)
+    return LoadedModel(config, tokenizer, _template(args, tokenizer), defaults)
 
 
 def _fetching(on_progress: OnProgress | None) -> Callable[[str, int, int], None] | None:

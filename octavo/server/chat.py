@@ -51,7 +51,8 @@ async def _prompt(serving: Serving, asked: ChatRequest) -> Prompt:
         template_kwargs=asked.chat_template_kwargs,
     )
     names = {"max_tokens": name, "logprobs": "top_logprobs"}
-    return Prompt(text, ids, serving.llm.check(ids, params, prompt_name="messages", names=names))
+    checked = serving.llm.check(ids, params, prompt_name="messages", capped=limit is None, names=names)
+    return Prompt(text, ids, checked)
 
 
 class ChatCall:
