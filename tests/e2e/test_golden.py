@@ -32,7 +32,8 @@ FRESH_PROMPTS = 24 if FULL else 4
 FRESH_TOKENS = 32
 OPENINGS = (
     "The {} of the {} was", "Dear {},\n\nThank you for the {}.", "import {}\n\ndef {}(", "{}和{}的区别是",
-    "Q: What is {}?\nA:", "1. {}\n2. {}\n3.", "# {}\n\n## {}\n\n", "{{\"{}\": [\"{}\",", "Le {} et la {}", "<p>{}</p><p>{}",
+    "Q: What is {}?\nA:", "1. {}\n2. {}\n3.", "# {}\n\n## {}\n\n", "{{\"{}\": [\"{}\",", "Le {} et la {}",
+    "<p>{}</p><p>{}",
 )  # fmt: skip
 WORDS = ("river", "moon", "7", "theorem", "budget", "cat", "numpy", "上海", "bread", "1984", "🍜", "entropy", "königin")
 
@@ -126,8 +127,8 @@ def test_golden_answers_decoded_step_by_step(engine: tuple[str, str, LLM]) -> No
     model, precision, llm = engine
     answers = golden_answers(model)
     if precision == "reference-fp32":
-        answers = sample(answers, 5)  # one sequence after the other in plain torch: slow
-    assert check_decoded(llm, precision, answers) > 100, "the margins should leave something to compare"
+        answers = sample(answers, 6)  # one sequence after the other in plain torch: slow
+    assert check_decoded(llm, precision, answers) > 20, "the margins should leave something to compare"
 
 
 @pytest.mark.timeout(1200)
