@@ -105,6 +105,8 @@ class Device(ABC):
     dtypes: tuple[torch.dtype, ...]
     """dtypes it computes in, the preferred one first"""
     dist_backend: str
+    kernels: str = "reference"
+    """what its arithmetic runs on, for people to read: an instruction set, say"""
     torch_device: torch.device
     ops: Ops
 

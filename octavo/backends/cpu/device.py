@@ -29,7 +29,6 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         self.ops = Ops()
-        self.kernels = "reference"
 
     def open(self, rank: int, threads: int | None) -> None:
         """`threads` None: as many as the system lets us use. `OCTAVO_CPU_PIN=1` binds each to one CPU."""
