@@ -146,15 +146,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
 
 
 def apply_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Repetition (arXiv:1909.05858: of prompt and output), frequency and presence penalties (of output)."""
+    """Applies repetition (arXiv:1909.05858: of prompt and output), frequency and presence penalties (of output) in
+    place: there are few places, and the logits of a full batch would take milliseconds to copy."""
     p = params.penalties
     if p is None:
         return logits
-    flat = logits.flatten()
+    flat = logits.view(-1)
     old = flat[p.index]
     new = torch.where(old > 0, old / p.repetition, old * p.repetition)
     new = new - p.frequency * p.count - p.presence * (p.count > 0)
-    return flat.index_put((p.index,), new).view_as(logits)
+    flat[p.index] = new
+    return logits
 
 
 def filter_logits(scaled: Tensor, params: SamplingTensors) -> Tensor:
