@@ -124,8 +124,9 @@ struct ValuePass {
 void score(Rows& state, const Block& block, int64_t begin, int64_t end, int64_t pairs) {
     int64_t panel = 0;
     for (; panel + kTilePanels <= block.panels; panel += kTilePanels)
-        for_row_tiles(end - begin, ScorePass<kTilePanels>{state, block, begin, panel, pairs});
-    for (; panel < block.panels; panel++) for_row_tiles(end - begin, ScorePass<1>{state, block, begin, panel, pairs});
+        for_row_tiles<kTileRows>(end - begin, ScorePass<kTilePanels>{state, block, begin, panel, pairs});
+    for (; panel < block.panels; panel++)
+        for_row_tiles<kTileRows>(end - begin, ScorePass<1>{state, block, begin, panel, pairs});
 }
 
 // Turns row r's scores into probabilities relative to the highest score so far, and rescales what it has summed.
@@ -160,9 +161,9 @@ void add_values(Rows& state, const Block& block, int64_t begin, int64_t end, int
     const int64_t pairs = ceil_div(keys, 2);
     int64_t channel = 0;
     for (; channel + kTilePanels * kLanes <= padded_dim; channel += kTilePanels * kLanes)
-        for_row_tiles(end - begin, ValuePass<kTilePanels>{state, block, begin, channel, padded_dim, pairs});
+        for_row_tiles<kTileRows>(end - begin, ValuePass<kTilePanels>{state, block, begin, channel, padded_dim, pairs});
     for (; channel < padded_dim; channel += kLanes)
-        for_row_tiles(end - begin, ValuePass<1>{state, block, begin, channel, padded_dim, pairs});
+        for_row_tiles<kTileRows>(end - begin, ValuePass<1>{state, block, begin, channel, padded_dim, pairs});
 }
 
 Block find_block(const Attention& call, int64_t sequence, int64_t kv_head, int64_t first_key, int64_t last_key) {

@@ -43,7 +43,7 @@ template <int PANELS>
 struct Pass {
     const Linear& call;
     int64_t first_row, panel, first_pair, last_pair;
-    float (*sums)[kTilePanels * kLanes];  // of the row block, between passes
+    float (*sums)[kLinearPanels * kLanes];  // of the row block, between passes
 
     template <int ROWS>
     OCT_INLINE void run(int64_t offset) const {
@@ -91,33 +91,36 @@ struct Pass {
 
 template <int PANELS>
 void row_block(const Linear& call, int64_t first_row, int64_t rows, int64_t panel) {
-    float sums[kRowsPerBlock][kTilePanels * kLanes];
+    float sums[kRowsPerBlock][kLinearPanels * kLanes];
     for (int64_t pair = 0; pair < call.pairs(); pair += kPairsPerBlock) {
         const int64_t last = smaller(pair + kPairsPerBlock, call.pairs());
-        for_row_tiles(rows, Pass<PANELS>{call, first_row, panel, pair, last, sums});
+        for_row_tiles<kLinearRows>(rows, Pass<PANELS>{call, first_row, panel, pair, last, sums});
     }
 }
 
 void panel_range(const Linear& call, int64_t first_row, int64_t rows, int64_t begin, int64_t end) {
     int64_t panel = begin;
-    for (; panel + kTilePanels <= end; panel += kTilePanels) row_block<kTilePanels>(call, first_row, rows, panel);
-    for (; panel < end; panel++) row_block<1>(call, first_row, rows, panel);
+    for (; panel + kLinearPanels <= end; panel += kLinearPanels) row_block<kLinearPanels>(call, first_row, rows, panel);
+    if (kLinearPanels > 2 && panel + 2 == end)
+        row_block<smaller(2, kLinearPanels)>(call, first_row, rows, panel);
+    else if (panel < end)
+        row_block<1>(call, first_row, rows, panel);
 }
 
 // Few rows: the weights are read once, and threads take runs of panels. Many: blocks of rows times groups of panels.
 void linear(const Linear& call) {
     if (call.rows <= kRowsPerBlock) {
-        parallel_for(call.panels(), kTilePanels,
+        parallel_for(call.panels(), kLinearPanels,
                      [&](int64_t begin, int64_t end) { panel_range(call, 0, call.rows, begin, end); });
         return;
     }
-    const int64_t blocks = ceil_div(call.rows, kRowsPerBlock), groups = ceil_div(call.panels(), kTilePanels);
+    const int64_t blocks = ceil_div(call.rows, kRowsPerBlock), groups = ceil_div(call.panels(), kLinearPanels);
     parallel_for(blocks * groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
             const int64_t first_row = call.rows * (i % blocks) / blocks;
             const int64_t last_row = call.rows * (i % blocks + 1) / blocks;
-            const int64_t panel = i / blocks * kTilePanels;
-            panel_range(call, first_row, last_row - first_row, panel, smaller(panel + kTilePanels, call.panels()));
+            const int64_t panel = i / blocks * kLinearPanels;
+            panel_range(call, first_row, last_row - first_row, panel, smaller(panel + kLinearPanels, call.panels()));
         }
     });
 }

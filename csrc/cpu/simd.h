@@ -44,7 +44,7 @@ OCT_INLINE uint32_t load_pair(const bf16* p) {
 }
 
 template <class T>
-OCT_INLINE T smaller(T a, T b) {
+constexpr OCT_INLINE T smaller(T a, T b) {
     return b < a ? b : a;
 }
 template <class T>
@@ -75,7 +75,8 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
 //   dot_pairs(acc, a, b): acc + a.first * b.first + a.second * b.second in each lane
 //   hash_high(key, token): the upper halves of sixteen 64-bit hashes, token to token + 15, as `HashBits`;
 //   as_float(h), complement(h)
-//   kTileRows, kTilePanels: how large a block of accumulators the registers hold
+//   kTileRows, kTilePanels: how large a block of sums the registers hold; kLinearRows, kLinearPanels: the same for
+//   linear layers, where more rows a pass over the weights are better
 #if defined(OCT_ISA_avx512) || defined(OCT_ISA_avx512_bf16)
 #include "simd_avx512.h"
 #elif defined(OCT_ISA_avx2)

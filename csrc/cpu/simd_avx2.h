@@ -105,7 +105,7 @@ OCT_INLINE Pairs splat_pair(uint32_t word) {
     return widen(words, words);
 }
 OCT_INLINE F16 dot_pairs(F16 acc, Pairs x, Pairs y) { return fma(x.second, y.second, fma(x.first, y.first, acc)); }
-constexpr int kTileRows = 4, kTilePanels = 1;
+constexpr int kTileRows = 4, kTilePanels = 1, kLinearRows = 4, kLinearPanels = 1;
 
 struct HashBits {
     __m256i a, b;

@@ -74,7 +74,7 @@ struct Pairs {
 OCT_INLINE Pairs load_pairs(const bf16* p) { return {_mm512_loadu_si512(p)}; }
 OCT_INLINE Pairs splat_pair(uint32_t word) { return {_mm512_set1_epi32(static_cast<int>(word))}; }
 OCT_INLINE F16 dot_pairs(F16 acc, Pairs a, Pairs b) { return {_mm512_dpbf16_ps(acc.v, (__m512bh)a.v, (__m512bh)b.v)}; }
-constexpr int kTileRows = 6, kTilePanels = 4;
+constexpr int kTileRows = 6, kTilePanels = 4, kLinearRows = 8, kLinearPanels = 3;
 #else
 struct Pairs {
     __m512 first, second;
@@ -88,7 +88,7 @@ OCT_INLINE Pairs splat_pair(uint32_t word) { return widen(_mm512_set1_epi32(stat
 OCT_INLINE F16 dot_pairs(F16 acc, Pairs a, Pairs b) {
     return {_mm512_fmadd_ps(a.second, b.second, _mm512_fmadd_ps(a.first, b.first, acc.v))};
 }
-constexpr int kTileRows = 6, kTilePanels = 2;
+constexpr int kTileRows = 6, kTilePanels = 2, kLinearRows = 6, kLinearPanels = 2;
 #endif
 
 struct HashBits {

@@ -98,10 +98,11 @@ OCT_INLINE Pairs load_pairs(const bf16* p) { return widen(read<Words>(p)); }
 OCT_INLINE Pairs splat_pair(uint32_t word) { return widen(word - Words{}); }
 OCT_INLINE F16 dot_pairs(F16 acc, Pairs a, Pairs b) { return fma(a.second, b.second, fma(a.first, b.first, acc)); }
 #if defined(__aarch64__)
-constexpr int kTileRows = 4, kTilePanels = 1;  // of 32 registers
+constexpr int kTileRows = 4;  // of 32 registers
 #else
-constexpr int kTileRows = 1, kTilePanels = 1;
+constexpr int kTileRows = 1;
 #endif
+constexpr int kTilePanels = 1, kLinearRows = kTileRows, kLinearPanels = 1;
 
 struct HashBits {
     Words v;

@@ -45,12 +45,12 @@ struct RowTiles<0> {
     static OCT_INLINE void call(int64_t, int64_t, const Body&) {}
 };
 
-template <class Body>
+template <int LIMIT, class Body>
 OCT_INLINE void for_row_tiles(int64_t count, const Body& body) {
-    const int64_t tiles = ceil_div(count, kTileRows);
+    const int64_t tiles = ceil_div(count, LIMIT);
     for (int64_t t = 0; t < tiles; t++) {
         const int64_t first = count * t / tiles;
-        RowTiles<kTileRows>::call(count * (t + 1) / tiles - first, first, body);
+        RowTiles<LIMIT>::call(count * (t + 1) / tiles - first, first, body);
     }
 }
 

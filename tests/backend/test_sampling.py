@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.backends.base import Penalties, SamplingTensors
-from octavo.backends.reference import Ops, apply_penalties, exponential_noise
+from octavo.backends.reference import Ops, apply_penalties, exponential_noise, filter_logits
 from tests.backend.conftest import library
 from tests.matrix import sample
 
@@ -72,7 +72,43 @@ def test_sample_equals_the_reference(ops, vocab):
     assert torch.equal(got[greedy], logits.argmax(-1)[greedy])
 
 
-def test_filters(ops, reference):
+FILTERS = [
+    (vocab, spread, k, p, m)
+    for vocab in (1, 17, 500, 6000)
+    for spread in (0.0, 0.3, 3.0, 30.0)
+    for k in (0, 1, 7, 400)
+    for p in (1.0, 0.95, 0.5, 1e-6, 0.9999999)
+    for m in (0.0, 0.05, 1.0)
+    if (k, p, m) != (0, 1.0, 0.0)
+]
+
+
+def filters(k, p, m):
+    one = {"top_k": torch.tensor([k], dtype=torch.int32), "top_p": torch.tensor([p]), "min_p": torch.tensor([m])}
+    return sampling(1, needs_filter=True, **one)
+
+
+@pytest.mark.parametrize("case", sample(FILTERS, 40), ids=str)
+def test_filters_keep_what_the_reference_keeps(ops, case):
+    vocab, spread, *limits = case
+    logits, params = torch.randn(1, vocab) * spread, filters(*limits)
+    want = filter_logits(logits / params.temperature, params)[0]
+    got = logits.clone()
+    assert ops._filter(got, params).tolist() == [1.0]
+    kept, truth = got[0].isfinite(), want.isfinite()
+    assert torch.equal(got[0][kept & truth], want[kept & truth])
+    assert kept[logits[0].argmax()]
+    scaled = (logits / params.temperature)[0].double()
+    if limits[0]:
+        left = scaled.sort(descending=True, stable=True).indices[: limits[0]]
+        scaled = torch.full_like(scaled, -torch.inf).index_copy(0, left, scaled[left])
+    probs = scaled.softmax(-1)
+    for token in (kept != truth).nonzero().flatten():  # only where a limit is met but for rounding
+        before = probs[(scaled > scaled[token]) | ((scaled == scaled[token]) & (torch.arange(vocab) < token))].sum()
+        assert abs(before - limits[1]) < 1e-5 or abs(probs[token] / probs.max() - limits[2]) < 1e-5
+
+
+def test_rows_with_and_without_filters(ops, reference):
     rows, vocab = 24, 500
     logits = torch.randn(rows, vocab) * 3
     params = sampling(
@@ -81,7 +117,9 @@ def test_filters(ops, reference):
         top_p=torch.tensor([random.choice([1.0, 0.9, 0.1]) for _ in range(rows)]),
         min_p=torch.tensor([random.choice([0.0, 0.05]) for _ in range(rows)]), needs_filter=True,
     )  # fmt: skip
+    before = params.temperature.clone()
     assert torch.equal(ops.sample(logits.clone(), params), reference.sample(logits.clone(), params))
+    assert torch.equal(params.temperature, before)
 
 
 def test_penalties(ops, reference):
@@ -118,13 +156,15 @@ def test_logprobs(ops, reference, vocab):
     top = random.randint(0, min(20, vocab))
     logits = torch.randn(7, vocab) * 5
     ids = torch.randint(0, vocab, (7,))
-    got, want = ops.logprobs(logits, ids, top), reference.logprobs(logits, ids, top)
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-    torch.testing.assert_close(got[0], want[0], atol=1e-5, rtol=1e-6)
-    assert torch.equal(got[1], want[1])
-    torch.testing.assert_close(got[2], want[2], atol=1e-5, rtol=1e-6)
-    assert torch.equal(got[3], want[3])
+    chosen, rank, values, best = ops.logprobs(logits, ids, top)
+    scores, mine = logits.double().log_softmax(-1), logits.gather(1, ids.unsqueeze(1))
+    torch.testing.assert_close(chosen.double(), scores.gather(1, ids.unsqueeze(1)).squeeze(1), atol=1e-5, rtol=1e-6)
+    assert torch.equal(rank, (logits > mine).sum(-1) + 1)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    assert torch.equal(best, order)
+    torch.testing.assert_close(values.double(), scores.gather(1, order), atol=1e-5, rtol=1e-6)
+    for got, want in zip((chosen, rank, values, best), reference.logprobs(logits, ids, top), strict=True):
+        assert got.dtype is want.dtype and got.shape == want.shape
 
 
 def test_logprobs_of_equal_logits(ops):

@@ -34,6 +34,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gated_silu": (None, (_P, _N, _P, _N, _N)),
     "gated_gelu_tanh": (None, (_P, _N, _P, _N, _N)),
     "embed": (c_int, (_P, _N, _P, _P, _N, _N)),
+    "filter": (None, (_P, _N, _N, _N, _P, _P, _P, _P)),
     "sample": (None, (_P, _N, _N, _N, _P, _P, _P)),
     "exponential_noise": (None, (_P, _N, _N, _P)),
     "logprobs": (None, (_P, _N, _N, _N, _P, _P, _P, _N, _P, _P)),
@@ -54,6 +55,7 @@ class Kernels:
     gated_silu: Callable[..., None]
     gated_gelu_tanh: Callable[..., None]
     embed: Callable[..., int]
+    filter: Callable[..., None]
     sample: Callable[..., None]
     exponential_noise: Callable[..., None]
     logprobs: Callable[..., None]

@@ -5,7 +5,7 @@ The wrappers run hundreds of times a step: they check what would crash, pass poi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from octavo.backends.base import AttentionMeta, KVCache, SamplingTensors
 from octavo.backends.cpu.lib import Kernels
 from octavo.backends.cpu.memory import Arena, lazy_zeros
 from octavo.backends.kv import FullAttention
-from octavo.backends.reference import Ops, PackedLinear, apply_penalties, filter_logits
+from octavo.backends.reference import Ops, PackedLinear, apply_penalties
 
 LANES = 16
 """Columns of a packed panel, tokens of a KV panel: what `csrc/cpu` calls kLanes."""
@@ -170,12 +170,11 @@ class CpuOps(Ops):
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         logits = apply_penalties(logits, params)
-        temperature = params.temperature
-        if params.needs_filter:
-            logits, temperature = _filter_rows(logits, params)
-        rows, vocab = logits.shape
+        (rows, vocab), temperature = logits.shape, params.temperature
         assert logits.dtype is torch.float32 and logits.stride(1) == 1
         assert temperature.dtype is torch.float32 and temperature.is_contiguous()
+        if params.needs_filter:
+            temperature = self._filter(logits, params)
         assert params.keys.dtype is torch.int64 and params.keys.is_contiguous()
         tokens = torch.empty(rows, dtype=torch.int64)
         self._kernels.sample(
@@ -183,6 +182,18 @@ class CpuOps(Ops):
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+    def _filter(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """Scales and filters rows of `logits` in place; gives the temperatures, which are 1 for those rows."""
+        top_k, top_p, min_p, temperature = params.top_k, params.top_p, params.min_p, params.temperature.clone()
+        assert top_k.dtype is torch.int32 and top_p.dtype is torch.float32 and min_p.dtype is torch.float32
+        assert top_k.is_contiguous() and top_p.is_contiguous() and min_p.is_contiguous()
+        rows, vocab = logits.shape
+        self._kernels.filter(
+            logits.data_ptr(), logits.stride(0), rows, vocab, temperature.data_ptr(), top_k.data_ptr(),
+            top_p.data_ptr(), min_p.data_ptr(),
+        )  # fmt: skip
+        return temperature
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if logits.dtype is not torch.float32:
@@ -197,16 +208,3 @@ class CpuOps(Ops):
             ranks.data_ptr(), top, values.data_ptr(), ids.data_ptr(),
         )  # fmt: skip
         return chosen, ranks, values, ids
-
-
-def _filter_rows(logits: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
-    """(logits, temperature) with the rows that have a filter scaled and filtered, and their temperature set to 1."""
-    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    rows = (filtered & (params.temperature > 0)).nonzero().squeeze(1)
-    temperature = params.temperature
-    some = replace(
-        params, temperature=temperature[rows], top_k=params.top_k[rows], top_p=params.top_p[rows],
-        min_p=params.min_p[rows], keys=params.keys[rows], penalties=None,
-    )  # fmt: skip
-    logits[rows] = filter_logits(logits[rows] / some.temperature.unsqueeze(1), some)
-    return logits, temperature.index_fill(0, rows, 1.0)
