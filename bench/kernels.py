@@ -1,0 +1,131 @@
+"""The CPU kernels alone: packed linear layers against torch's, and attention. python -m bench.kernels [--json FILE]"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import linear
+
+from bench.interleave import interleave
+from octavo.backends.base import AttentionMeta
+from octavo.backends.cpu import lib, limits
+from octavo.backends.cpu.ops import CpuOps, PanelKVCache
+from octavo.backends.kv import FullAttention
+
+SHAPES = {
+    "SmolLM2-135M": {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536),
+                     "output": (49152, 576)},
+    "Qwen2.5-0.5B": {"qkv": (1152, 896), "o": (896, 896), "gate_up": (9728, 896), "down": (896, 4864),
+                     "output": (151936, 896)},
+}  # fmt: skip
+"""out and in features"""
+ROWS = (1, 8, 32, 512)
+ATTENTION = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-0.5B": (14, 2, 64), "Qwen2.5-1.5B": (12, 2, 128)}
+"""heads, kv heads, head_dim"""
+COPIES_BYTES = 256 << 20
+
+
+def best_seconds(runs, rounds, min_seconds):
+    """The fastest call of each: what the kernel does while nobody disturbs it."""
+    return {name: min(times) for name, times in interleave(runs, rounds, min_seconds).items()}
+
+
+def in_turn(call, items):
+    """Calls with the next of `items` each time."""
+    turn = itertools.cycle(items)
+    return lambda: call(next(turn))
+
+
+def bench_linear(ops, rounds):
+    """Each call takes the next of many copies of a weight, as layers do: it is never in a cache from the last call."""
+    for model, shapes in SHAPES.items():
+        for name, (n, k) in shapes.items():
+            copies = min(40, max(1, COPIES_BYTES // (n * k * 2)))
+            weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
+            packed = [ops.pack_linear(weight, None) for weight in weights]
+            for rows in ROWS:
+                if rows * n > 1 << 24:
+                    continue  # logits of a whole prompt are never computed
+                x = torch.randn(rows, k).bfloat16()
+                seconds = best_seconds(
+                    {"octavo": in_turn(partial(ops.linear, x), packed), "torch": in_turn(partial(linear, x), weights)},
+                    rounds, 0.02,
+                )  # fmt: skip
+                yield {
+                    "kernel": "linear", "model": model, "name": name, "out": n, "in": k, "rows": rows,
+                    "us": seconds["octavo"] * 1e6, "torch_us": seconds["torch"] * 1e6,
+                    "gb_s": n * k * 2 / seconds["octavo"] / 1e9, "gflop_s": 2 * rows * n * k / seconds["octavo"] / 1e9,
+                }  # fmt: skip
+
+
+def bench_attention(ops, rounds):
+    """Decoding of one and of 32 sequences, and a prompt of 1024, over a context of 1024."""
+    context, page = 1024, 16
+    for model, (heads, kv_heads, dim) in ATTENTION.items():
+        for label, sequences, queries in (("decode 1", 1, 1), ("decode 32", 32, 1), ("prefill", 1, context)):
+            pages = context // page
+            cache = PanelKVCache(FullAttention(kv_heads, dim), sequences * pages, page)
+            cache.k.normal_()
+            cache.v.normal_()
+            meta = AttentionMeta(
+                torch.arange(sequences + 1, dtype=torch.int32) * queries,
+                torch.full((sequences,), context, dtype=torch.int32),
+                torch.arange(sequences * pages, dtype=torch.int32).view(sequences, pages),
+                torch.zeros(sequences * queries, dtype=torch.int64), page,
+            )  # fmt: skip
+            q = torch.randn(sequences * queries, heads, dim).bfloat16()
+            seen = context if queries == 1 else context / 2
+            work = 4 * sequences * queries * seen * heads * dim
+            kv_bytes = 4 * sequences * context * kv_heads * dim
+            run = partial(ops.attention, q, cache, meta, dim**-0.5, None)
+            seconds = best_seconds({"octavo": run}, rounds, 0.02)["octavo"]
+            yield {
+                "kernel": "attention", "model": model, "name": label, "rows": sequences * queries,
+                "us": seconds * 1e6, "gb_s": kv_bytes / seconds / 1e9, "gflop_s": work / seconds / 1e9,
+            }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=limits.default_threads())
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--isa", help="a lesser instruction set than the machine has")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    library = lib.load()
+    if library is None:
+        raise SystemExit("the kernels are not built: pip install .")
+    kernels = library.kernels(arguments.isa)
+    library.set_threads(arguments.threads)
+    torch.set_num_threads(arguments.threads)
+    ops = CpuOps(kernels)
+    table = Table(title=f"{kernels.isa}, {arguments.threads} threads")
+    for column in ("model", "kernel", "rows", "µs", "torch µs", "ratio", "GB/s", "GFLOP/s"):
+        table.add_column(column, justify="left" if column in ("model", "kernel") else "right")
+    results = []
+    with torch.inference_mode():
+        for bench in (bench_linear, bench_attention):
+            for r in bench(ops, arguments.rounds):
+                results.append(r)
+                other = r.get("torch_us", math.nan)
+                table.add_row(
+                    r["model"], f"{r['kernel']} {r['name']}", str(r["rows"]), f"{r['us']:.0f}", f"{other:.0f}",
+                    f"{other / r['us']:.2f}", f"{r['gb_s']:.1f}", f"{r['gflop_s']:.0f}",
+                )  # fmt: skip
+    Console().print(table)
+    if arguments.json:
+        facts = {"machine": platform.processor() or platform.machine(), "isa": kernels.isa}
+        arguments.json.write_text(json.dumps({**facts, "threads": arguments.threads, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
