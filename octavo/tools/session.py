@@ -35,9 +35,9 @@ class Answer:
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def add(self, delta: ChoiceDelta) -> None:
+    def add(self, delta: ChoiceDelta, now: float) -> None:
         if delta.token_ids:
-            self.last_token = time.perf_counter()
+            self.last_token = now
             self.first_token = self.first_token or self.last_token
             self.completion_tokens += len(delta.token_ids)
         self.text += delta.text
@@ -93,14 +93,14 @@ class Session:
 
         Leaving the iterator early ends the answer in the engine. Raises InvalidRequest, EngineDead, Overloaded.
         """
-        news: queue.SimpleQueue[ChoiceDelta | BaseException | None] = queue.SimpleQueue()
+        news: queue.SimpleQueue[tuple[ChoiceDelta, float] | BaseException | None] = queue.SimpleQueue()
         work = asyncio.run_coroutine_threadsafe(self._pump(messages, params, answer, news.put), self._loop)
         try:
             while (item := news.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                answer.add(item)
-                yield item.text
+                answer.add(*item)
+                yield item[0].text
         finally:
             work.cancel()
             with suppress(CancelledError, OctavoError):
@@ -113,8 +113,9 @@ class Session:
             params = self.llm.check(token_ids, params, capped=True)
             async with aclosing(self.llm.stream(token_ids, params)) as batches:
                 async for deltas in batches:
+                    now = time.perf_counter()
                     for delta in deltas:
-                        put(delta)
+                        put((delta, now))
         except Exception as error:
             put(error)
         finally:
