@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 
 IN_TERMINAL = """
@@ -39,6 +40,14 @@ class Terminal:
 
     def send(self, keys: str) -> None:
         os.write(self.keys, keys.encode())
+
+    def interrupt(self, text: str) -> str:
+        """Ctrl-C, until `text` comes. Again after a while, because Python misses one between two reads of a key."""
+        for _ in range(20):
+            self.send("\x03")
+            with suppress(AssertionError):
+                return self.expect(text, 1.0)
+        raise AssertionError(f"{text!r} did not come after Ctrl-C; the terminal shows:\n{self.shown}")
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """The exit code; reads on meanwhile, so that the program can finish writing."""

@@ -102,8 +102,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(command, environment):
         terminal.expect(">>> ", 120)
         terminal.send("half a line")
         terminal.expect("half a line")
-        terminal.send("\x03")
-        terminal.expect("\n>>> ")
+        terminal.interrupt("\n>>> ")
         terminal.send("Write a very long story about a lighthouse.\n")
         terminal.expect("\n")
         terminal.expect(" ")
@@ -118,7 +117,6 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(command, environment):
         terminal.expect(">>> ")
         terminal.send("\x1b[A")
         terminal.expect("Hello!")
-        terminal.send("\x03")
-        terminal.expect(">>> ")
+        terminal.interrupt("\n>>> ")
         terminal.send("\x04")
         assert terminal.wait() == 0
