@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.hub.resolve import resolve_model
 from tests.matrix import FULL, SEED, sample
+from tests.real_models import LARGER, path_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PRECISIONS = {
@@ -27,7 +27,7 @@ PRECISIONS = {
     "reference-fp32": ("reference", "float32", 0.01),
     "kernels-bf16": ("cpu", "bfloat16", 0.3),
 }
-MODELS = ("smollm2", "qwen-coder") if FULL else ("smollm2",)  # the second is 1.1 GB, and 6 GB in float32
+MODELS = ("smollm2", LARGER) if FULL else ("smollm2",)  # the larger one takes 6 GB in float32
 FRESH_PROMPTS = 24 if FULL else 4
 FRESH_TOKENS = 32
 OPENINGS = (
@@ -59,7 +59,7 @@ def fresh_answers() -> list[Answer]:
     """What transformers says to prompts nobody has seen, on SmolLM2's dequantized weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(resolve_model("smollm2", None, None))
+    path = path_of("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     rng = random.Random(SEED)

@@ -18,8 +18,8 @@ from octavo.errors import InvalidRequest, NotSupported, OctavoError, TemplateErr
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import load_tokenizer
 from tests.matrix import SEED
+from tests.real_models import REAL_MODELS, path_of
 from tests.unit.chat_templates import FAMILIES, PARTS
-from tests.unit.test_text_tokenizer import qwen_path
 from tests.unit.text_samples import random_text
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -32,12 +32,9 @@ def render(source, messages=HI, **options):
     return ChatTemplate(source, TOKENS).render(messages, **options)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "qwen-coder"])
-def test_golden_conversations(name, request):
-    path = request.getfixturevalue("smollm2_path") if name == "smollm2" else qwen_path()
-    if path is None:
-        pytest.skip("Qwen2.5-Coder is not here; OCTAVO_QWEN_CODER names its file")
-    tokenizer = load_tokenizer(path)
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_golden_conversations(name):
+    tokenizer = load_tokenizer(path_of(name))
     template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     entries = [e for e in json.loads((GOLDEN / f"{name}.json").read_text("utf-8")) if "messages" in e]
     assert len(entries) >= 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -14,11 +13,11 @@ import regex
 
 from octavo.errors import BadModelFile, InvalidRequest
 from octavo.formats.gguf import read_gguf
-from octavo.hub.resolve import cache_dir
 from octavo.text import from_gguf
 from octavo.text.pretokenizers import pre_tokenizer
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 from tests.matrix import FULL, SEED
+from tests.real_models import REAL_MODELS, path_of
 from tests.unit.text_samples import random_text
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -29,20 +28,9 @@ QWEN_WORDS = (
 )
 
 
-def qwen_path() -> Path | None:
-    """Where the larger model lies, if it does: OCTAVO_QWEN_CODER, or the cache."""
-    named = os.environ.get("OCTAVO_QWEN_CODER")
-    path = Path(named) if named else cache_dir() / "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"
-    return path if named or path.exists() else None
-
-
-@pytest.fixture(scope="module", params=["smollm2", "qwen-coder"])
+@pytest.fixture(scope="module", params=REAL_MODELS)
 def model(request) -> tuple[str, Path]:
-    if request.param == "smollm2":
-        return "smollm2", request.getfixturevalue("smollm2_path")
-    if qwen_path() is None:
-        pytest.skip("Qwen2.5-Coder is not here; OCTAVO_QWEN_CODER names its file")
-    return "qwen-coder", qwen_path()
+    return request.param, path_of(request.param)
 
 
 @pytest.fixture(scope="module")
