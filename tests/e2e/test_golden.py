@@ -132,8 +132,8 @@ def test_golden_answers_decoded_step_by_step(engine: tuple[str, str, LLM]) -> No
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", [("smollm2", p) for p in PRECISIONS], ids="-".join, indirect=True)
 def test_fresh_prompts(engine: tuple[str, str, LLM], fresh_answers: list[Answer]) -> None:
-    model, precision, llm = engine
-    if model == "smollm2":
-        check_teacher_forced(llm, precision, fresh_answers)
-        check_decoded(llm, precision, fresh_answers)
+    _, precision, llm = engine
+    check_teacher_forced(llm, precision, fresh_answers)
+    check_decoded(llm, precision, fresh_answers)
