@@ -12,7 +12,7 @@ import tokenizers
 from octavo.errors import BadModelFile, ModelNotFound
 from octavo.text.from_gguf import load as load_gguf
 from octavo.text.from_gguf import spelled_with_byte_characters, spelled_with_spaces
-from octavo.text.tokenizer import Facts, Tokenizer, Vocabulary
+from octavo.text.tokenizer import Facts, Tokenizer, Vocabulary, by_id
 
 _MAX_BYTES = 256 << 20
 _SPACE = "▁"
@@ -67,7 +67,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         if file.exists():
             try:
                 settings.update(json.loads(_read(file)))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise BadModelFile(f"{file} is no JSON object: {error}") from error
     templates = _named_templates(settings.get("chat_template"))
     if (folder / "chat_template.jinja").exists():
@@ -97,10 +97,7 @@ def build(encoder: tokenizers.Tokenizer, document: Mapping[str, Any], settings: 
     named, specials = _named(encoder, settings)
     encoder.add_special_tokens(specials)
     added = encoder.get_added_tokens_decoder()
-    vocab = encoder.get_vocab(with_added_tokens=True)
-    texts: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
-    for token, id in vocab.items():
-        texts[id] = token
+    texts = by_id(encoder.get_vocab(with_added_tokens=True), "tokenizer.json")
     vocabulary = Vocabulary(
         texts=texts, spelling=spelled_with_byte_characters if byte_level else spelled_with_spaces,
         plain=frozenset(added), special=frozenset(id for id, token in added.items() if token.special),

@@ -15,6 +15,8 @@ import tokenizers
 from octavo.errors import BadModelFile, InvalidRequest
 
 _NAMES = ("bos", "eos", "unk", "pad")
+MAX_UNUSED_IDS = 1 << 20
+"""ids below the highest that no token has: each costs memory, and a file can name any number"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,20 @@ class Vocabulary:
     special: frozenset[int] = frozenset()
     strip_first_space: bool = False
     """a text's first space is one that encoding put there"""
+
+
+def by_id(tokens: Mapping[str, int], source: str) -> list[str | None]:
+    """Each id's token, None where there is none. Raises BadModelFile for ids too far apart to be a vocabulary."""
+    highest, limit = max(tokens.values(), default=-1), len(tokens) + MAX_UNUSED_IDS
+    if highest > limit:
+        raise BadModelFile(
+            f"{source} gives a token the id {highest}", limit=f"{limit} for {len(tokens)} tokens",
+            fix="fetch the file again",
+        )  # fmt: skip
+    texts: list[str | None] = [None] * (highest + 1)
+    for token, id in tokens.items():
+        texts[id] = token
+    return texts
 
 
 @dataclass(frozen=True)
@@ -60,8 +76,8 @@ class Tokenizer:
         self.strip_first_space = vocabulary.strip_first_space
         for name in _NAMES:
             id = facts.named.get(name)
-            if id is not None and not 0 <= id < self.vocab_size:
-                raise BadModelFile(f"{name}_token_id is {id}", limit=f"0 to {self.vocab_size - 1}")
+            if id is not None and not (type(id) is int and 0 <= id < self.vocab_size):
+                raise BadModelFile(f"{name}_token_id is {id!r}", limit=f"0 to {self.vocab_size - 1}")
 
     @property
     def bos_token_id(self) -> int | None:

@@ -215,3 +215,12 @@ def test_settings_that_are_no_json(folder):
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(BadModelFile, match=r"tokenizer_config\.json is no JSON"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("id", [(1 << 32) - 1, random.Random(SEED).randrange(1 << 22, 1 << 32)])
+def test_an_id_far_beyond_the_others_costs_no_memory(folder, document, id):
+    """A list of that many entries would take gigabytes."""
+    model = {**document["model"], "vocab": {**document["model"]["vocab"], "zzz": id}}
+    (folder / "tokenizer.json").write_text(json.dumps({**document, "model": model}), "utf-8")
+    with pytest.raises(BadModelFile, match=f"the id {id}; limit: .* for {len(model['vocab'])} tokens"):
+        load_tokenizer(folder)
