@@ -11,12 +11,12 @@ from octavo.backends.base import Device
 from octavo.backends.reference import PackedLinear
 from octavo.config import GIB
 from octavo.dist.group import SINGLE, Group
-from octavo.errors import NotEnoughMemory, UsageError
+from octavo.errors import NotEnoughMemory
 from octavo.models.checkpoint import Checkpoint
 from octavo.models.decoder import Decoder
 from octavo.models.parameters import Parameter, Part
 from octavo.models.rope import rope_table
-from octavo.models.spec import DecoderSpec
+from octavo.models.spec import check_divisible
 from octavo.quant.gguf_blocks import read_into
 
 Progress = Callable[[str, int, int], None]
@@ -43,22 +43,6 @@ def load_model(
     decoder = Decoder(spec, device.ops, weights, table, group)
     decoder.weights_bytes = weights.held_bytes()
     return decoder
-
-
-def check_divisible(spec: DecoderSpec, size: int) -> None:
-    """Raises UsageError unless heads and the MLP split evenly over `size` ranks."""
-    shared = {
-        "attention heads": spec.num_heads,
-        "key-value heads": spec.num_kv_heads,
-        "intermediate size": spec.intermediate_size,
-    }
-    uneven = [f"{value} {name}" for name, value in shared.items() if value % size]
-    if uneven:
-        fits = [n for n in range(1, size) if not any(value % n for value in shared.values())]
-        raise UsageError(
-            f"--tensor-parallel-size {size} does not divide the model's {', '.join(uneven)}",
-            fix=f"use {' or '.join(map(str, fits))}", param="tensor_parallel_size",
-        )  # fmt: skip
 
 
 class _CheckpointWeights:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from octavo.backends.kv import FullAttention, KVSpec, SlidingWindow
-from octavo.errors import BadModelFile
+from octavo.errors import BadModelFile, UsageError
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,22 @@ class DecoderSpec:
             FullAttention(heads, self.head_dim) if (w := self.window(i)) is None
             else SlidingWindow(heads, self.head_dim, w)
             for i in range(self.num_layers)
+        )  # fmt: skip
+
+
+def check_divisible(spec: DecoderSpec, size: int) -> None:
+    """Raises UsageError unless heads and the MLP split evenly over `size` ranks."""
+    shared = {
+        "attention heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "intermediate size": spec.intermediate_size,
+    }
+    uneven = [f"{value} {name}" for name, value in shared.items() if value % size]
+    if uneven:
+        fits = [n for n in range(1, min(shared.values()) + 1) if not any(value % n for value in shared.values())]
+        raise UsageError(
+            f"--tensor-parallel-size {size} does not divide the model's {', '.join(uneven)}",
+            fix=f"use {' or '.join(map(str, fits))}", param="tensor_parallel_size",
         )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import torch
 
 from octavo.errors import UsageError
 from octavo.models.checkpoint import open_checkpoint
-from octavo.models.loader import check_divisible, load_model
+from octavo.models.loader import load_model
+from octavo.models.spec import check_divisible
 from tests.gguf_fixtures import write_gguf
 from tests.matrix import SEED
 from tests.models_fixtures import random_model, save
