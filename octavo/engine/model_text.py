@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from typing import Any, TypeVar
 from octavo.config import EngineArgs, EngineConfig, resolve
 from octavo.engine.admission import default_params
 from octavo.engine.messages import Progress
-from octavo.errors import UsageError
+from octavo.errors import BadModelFile, UsageError
 from octavo.hub.resolve import resolve_model
 from octavo.models.checkpoint import open_checkpoint
+from octavo.models.spec import check_divisible
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
 
+log = logging.getLogger("octavo.engine")
 T = TypeVar("T")
 OnProgress = Callable[[Progress], None]
 
@@ -40,9 +43,27 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     path = resolve_model(args.model, args.download_dir, _fetching(on_progress))
     checkpoint = open_checkpoint(path)
     config = resolve(args, checkpoint.facts())
-    tokenizer = load_tokenizer(Path(args.tokenizer) if args.tokenizer else path)
+    check_divisible(checkpoint.spec, config.tensor_parallel_size)
+    source = Path(args.tokenizer) if args.tokenizer else path
+    tokenizer = load_tokenizer(source)
+    check_vocabulary(tokenizer.vocab_size, config.vocab_size, source)
     defaults = default_params(args.generation_config, checkpoint.generation_config, config.vocab_size)
     return LoadedModel(config, tokenizer, _template(args, tokenizer), defaults)
+
+
+def check_vocabulary(tokens: int, rows: int, source: Path) -> None:
+    """Raises BadModelFile for a tokenizer with more ids than the model has rows; warns of far fewer.
+
+    A few fewer are usual: the model's rows are then padded to a round number.
+    """
+    fix = "use the tokenizer that the model was made with"
+    if tokens > rows:
+        raise BadModelFile(
+            f"the tokenizer of {source} has {tokens} token ids", limit=f"the model knows {rows}", fix=fix,
+            param="tokenizer",
+        )  # fmt: skip
+    if 2 * tokens < rows:
+        log.warning("the tokenizer of %s has %d token ids, and the model knows %d: %s", source, tokens, rows, fix)
 
 
 def _fetching(on_progress: OnProgress | None) -> Callable[[str, int, int], None] | None:
