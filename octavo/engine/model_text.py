@@ -7,13 +7,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.config import EngineArgs, EngineConfig, resolve
 from octavo.engine.admission import default_params
 from octavo.engine.messages import Progress
 from octavo.errors import BadModelFile, UsageError
+from octavo.formats.text_file import as_path, usable
 from octavo.hub.resolve import resolve_model
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.spec import check_divisible
@@ -41,11 +41,13 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     Raises ModelNotFound, BadModelFile, TemplateError or UsageError.
     """
     path = resolve_model(args.model, args.download_dir, _fetching(on_progress))
-    checkpoint = open_checkpoint(path)
+    with usable(args.model, "model"):
+        checkpoint = open_checkpoint(path)
     config = resolve(args, checkpoint.facts())
     check_divisible(checkpoint.spec, config.tensor_parallel_size)
-    source = Path(args.tokenizer) if args.tokenizer else path
-    tokenizer = load_tokenizer(source)
+    source = as_path(args.tokenizer, "tokenizer") if args.tokenizer else path
+    with usable(args.tokenizer or args.model, "tokenizer"):
+        tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, source)
     defaults = default_params(args.generation_config, checkpoint.generation_config, config.vocab_size)
     return LoadedModel(config, tokenizer, _template(args, tokenizer), defaults)

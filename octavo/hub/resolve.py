@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from octavo.errors import ModelNotFound, UsageError
+from octavo.formats.text_file import as_path, shown, usable
 from octavo.hub.embedded import MODELS, embedded_model
 from octavo.hub.fetch import Progress, fetch
 
@@ -19,21 +20,24 @@ def resolve_model(name: str, download_dir: str | None = None, progress: Progress
     when a model cannot be fetched.
     """
     if not name or "\0" in name:
-        raise UsageError(f"{name!r} names no model", fix=f"give a path, or one of {_names()}", param="model")
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+        raise UsageError(f"{shown(name)!r} names no model", fix=f"give a path, or one of {_names()}", param="model")
+    path = as_path(name, "model")
+    with usable(name, "model"):
+        if path.exists():
+            return path
     model = embedded_model(name)
     if model:
         return fetch(model, cache_dir(download_dir), progress or _silent)
     if _looks_like_a_path(name):
-        raise ModelNotFound(f"no file or folder {path}", fix=f"check the path, or use one of {_names()}", param="model")
+        raise ModelNotFound(
+            f"no file or folder {shown(str(path))}", fix=f"check the path, or use one of {_names()}", param="model"
+        )
     if "/" in name:
         raise ModelNotFound(
-            f"{name} looks like a model on a hub; pulling from hubs is not part of this version",
+            f"{shown(name)} looks like a model on a hub; pulling from hubs is not part of this version",
             fix=f"give the path of a GGUF file or of a model's folder, or one of {_names()}", param="model",
         )  # fmt: skip
-    raise ModelNotFound(f"no model is called {name!r}", fix=f"give a path, or one of {_names()}", param="model")
+    raise ModelNotFound(f"no model is called {shown(name)!r}", fix=f"give a path, or one of {_names()}", param="model")
 
 
 def _names() -> str:
@@ -52,6 +56,5 @@ def cache_dir(download_dir: str | None = None) -> Path:
     """`--download-dir`, else `OCTAVO_CACHE`, else `octavo` in `XDG_CACHE_HOME`, else `~/.cache/octavo`."""
     chosen = download_dir or os.environ.get("OCTAVO_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "octavo"
+        return as_path(chosen, "download_dir")
+    return as_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "download_dir") / "octavo"

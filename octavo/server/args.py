@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +16,11 @@ import click
 from octavo.backends.names import check_device
 from octavo.config import DTYPES, EngineArgs, ServerArgs
 from octavo.errors import UsageError
+from octavo.formats.text_file import read_text
 
+MAX_CONFIG_BYTES = 64 << 10
+"""PyYAML needs seconds for a megabyte"""
+MAX_TEMPLATE_BYTES = 1 << 20
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -116,7 +119,7 @@ def options(owners: Sequence[type], config_file: bool = True) -> list[click.Para
     if config_file:
         made.append(
             click.Option(
-                ["--config"], type=click.Path(), callback=_read_config, is_eager=True, expose_value=False,
+                ["--config"], type=str, callback=_read_config, is_eager=True, expose_value=False,
                 help="YAML or JSON file of flags; flags on the command line win.", metavar="FILE",
             )
         )  # fmt: skip
@@ -140,9 +143,10 @@ def _read_config(ctx: click.Context, param: click.Parameter, value: str | None) 
         return
     import yaml
 
+    text = read_text(value, "config", MAX_CONFIG_BYTES)
     try:
-        read = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        read = yaml.load(text, yaml.BaseLoader)  # safe too, and leaves values as they are written, as on a command line
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"--config {value}: {error}", fix="give a YAML or JSON file of flags") from error
     if not isinstance(read, dict):
         raise UsageError(f"--config {value} holds no mapping", fix="write lines such as 'max-num-seqs: 64'")
@@ -152,9 +156,19 @@ def _read_config(ctx: click.Context, param: click.Parameter, value: str | None) 
         known = by_name.get(str(key).replace("_", "-")) or by_name.get(str(key))
         if known is None or known.name is None or known is param:
             raise UsageError(f"--config {value}: unknown key {key}", fix="use the names that --help lists")
-        several = getattr(known, "multiple", False) and not isinstance(setting, list)
-        found[known.name] = [setting] if several else setting
+        found[known.name] = _config_value(f"--config {value}: {key}", setting, getattr(known, "multiple", False))
     ctx.default_map = found
+
+
+def _config_value(where: str, setting: object, many: bool) -> str | list[str]:
+    """What stands under a key of the file: a text, or for flags that are given several times also a list of texts."""
+    given: list[object] = setting if many and isinstance(setting, list) else [setting]
+    texts = [text for text in given if isinstance(text, str) and text]
+    if len(texts) < len(given) or not texts:
+        kind = "a mapping" if isinstance(setting, dict) else "a list" if isinstance(setting, list) else "empty"
+        limit = "one value or a list of values" if many else "one value"
+        raise UsageError(f"{where} is {kind}", limit=limit, fix="correct it or leave it out")
+    return texts if many else texts[0]
 
 
 def collect(given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
@@ -177,13 +191,7 @@ def _make(owner: Callable[..., Any], given: dict[str, Any]) -> Any:
 def _chat_template(value: str) -> str:
     if "{" in value or "\n" in value:
         return value
-    try:
-        return Path(value).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--chat-template {value}: {error}", fix="give a readable file or the template itself",
-            param="chat_template",
-        ) from error  # fmt: skip
+    return read_text(value, "chat_template", MAX_TEMPLATE_BYTES)
 
 
 def _origins(values: Sequence[str]) -> tuple[str, ...]:
