@@ -40,7 +40,7 @@ from octavo.engine.messages import (
 )  # fmt: skip
 from octavo.engine.process import Child, lock_path, make_directory, remove_directory, socket_address
 from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, from_wire, to_wire
+from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, UsageError, from_wire, to_wire
 
 ENGINE_PROGRAM = (sys.executable, "-m", "octavo.engine.core")
 
@@ -53,6 +53,7 @@ class EngineClient:
     def __init__(self, directory: str, max_buffered_events: int, owns_engine: bool) -> None:
         self.directory = directory
         self._owns_engine = owns_engine
+        self._pid = os.getpid()
         self.stats = Stats()
         """as of the latest message"""
         self.timings: dict[str, list[float]] = {}
@@ -157,7 +158,12 @@ class EngineClient:
             raise EngineDead("the engine does not answer", limit=f"{timeout_s} s", fix="see its log, or restart it")
 
     async def shutdown(self, drain: bool = False, timeout_s: float = 10.0) -> None:
-        """Ends the engine: after its running requests (`drain`) or at once; by force after `timeout_s`. And closes."""
+        """Ends the engine: after its running requests (`drain`) or at once; by force after `timeout_s`. And closes.
+
+        In a fork of the process whose engine it is, both are left alone, as by `close`.
+        """
+        if self._pid != os.getpid():
+            return
         if not self.is_dead:
             self._send(Shutdown(drain))
             with suppress(asyncio.TimeoutError):
@@ -176,7 +182,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Leaves the engine alone; what this client asked for ends."""
-        if self._socket.closed:
+        if self._socket.closed or self._pid != os.getpid():
             return
         self._die(EngineDead("this client of the engine is closed"))
         for sock in (self._socket, self._monitor):
@@ -207,6 +213,7 @@ class EngineClient:
         self._answered.set()
 
     def _raise_if_dead(self) -> None:
+        raise_if_forked(self._pid)
         if self.error is not None:
             raise self.error
 
@@ -216,7 +223,7 @@ class EngineClient:
         """All events that have come since the last round, until each choice has ended.
 
         The request is sent when iteration begins; closing the iterator before its end aborts it in the engine. Raises
-        EngineDead when the engine is dead by then, InvalidRequest for an id in use.
+        EngineDead when the engine is dead by then, InvalidRequest for an id in use, UsageError in a forked process.
         """
         self._raise_if_dead()
         if request.request_id in self._streams:
@@ -335,6 +342,15 @@ class _Stream:
         self._arrived.clear()
         events, self.events = self.events, []
         return events
+
+
+def raise_if_forked(pid: int) -> None:
+    """Raises UsageError in a fork of process `pid`: sockets and threads do not work there, and a wait would not end."""
+    if os.getpid() != pid:
+        raise UsageError(
+            f"this engine was started by process {pid}, and this is a fork of it, process {os.getpid()}",
+            fix="use it in the process that made it, or make one in each process",
+        )
 
 
 def _settings(config: EngineConfig, directory: str, log_prefix: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import weakref
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from octavo.config import EngineArgs
 from octavo.engine.async_llm import AsyncLLM, Prompt
+from octavo.engine.client import raise_if_forked
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
 from octavo.engine.types import SamplingParams
 from octavo.errors import InvalidRequest, UsageError
@@ -38,6 +40,7 @@ class LLM:
     def __init__(self, model: str, **settings: Any) -> None:
         """`settings` are the fields of `EngineArgs`. Raises UsageError and what `AsyncLLM.create` raises."""
         args = _engine_args(model, settings)
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="octavo-llm", daemon=True)
         self._thread.start()
@@ -96,9 +99,13 @@ class LLM:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, done on our own loop; Ctrl-C cancels it, and with it its requests."""
-        if not self._finalizer.alive:
+        try:
+            raise_if_forked(self._pid)
+            if not self._finalizer.alive:
+                raise UsageError("this LLM is closed", fix="make a new one")
+        except UsageError:
             work.close()
-            raise UsageError("this LLM is closed", fix="make a new one")
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -176,3 +176,33 @@ def test_ctrl_c_ends_the_answer_and_not_the_engine(smollm2_path):
     assert out == b"interrupted 1\n", err
     assert process.returncode == 0
     assert b"Traceback" not in err
+
+
+FORK = """
+import os, sys
+from octavo import LLM, SamplingParams
+from octavo.errors import UsageError
+llm = LLM(model={model!r}, max_model_len=512, threads=1)
+params = SamplingParams(temperature=0, max_tokens=4)
+child = os.fork()
+if child == 0:
+    for use in (lambda: llm.generate("Hi", params), lambda: llm.chat([{{"role": "user", "content": "Hi"}}], params)):
+        try:
+            use()
+        except UsageError as err:
+            print(err, flush=True)
+    {end}
+print(os.waitpid(child, 0)[1], len(llm.generate("Hi", params)), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", [RNG.choice(["os._exit(0)", "sys.exit(0)", "llm.close(); sys.exit(0)"])])
+def test_a_forked_child_is_told_and_its_parent_goes_on(smollm2_path, end):
+    code = FORK.format(model=str(smollm2_path), end=end)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    quiet = (sys.executable, "-W", "ignore::DeprecationWarning")  # Python 3.12 warns of any fork beside threads
+    done = subprocess.run([*quiet, "-c", code], capture_output=True, env=env, text=True, timeout=60)
+    *told, parent = done.stdout.splitlines()
+    assert len(told) == 2, (end, done)
+    assert all("this is a fork of it" in line for line in told), (end, done)
+    assert (parent, done.returncode, done.stderr) == ("0 1", 0, ""), end

@@ -19,7 +19,7 @@ from octavo.config import EngineConfig
 from octavo.engine.client import EngineClient
 from octavo.engine.messages import Ack, AddRequest, Hello, Outputs, Ping, decode_from_engine, encode
 from octavo.engine.types import Request, SamplingParams
-from octavo.errors import EngineDead, InvalidRequest, NotEnoughMemory
+from octavo.errors import EngineDead, InvalidRequest, NotEnoughMemory, UsageError
 from tests.engine.null_engine import BROKEN, FAULT, HANG, SLOW
 from tests.null.memory import continuation
 
@@ -358,3 +358,29 @@ def test_under_uvloop_and_twice_in_one_process():
             assert len({tuple(t for e in a for t in e.token_ids) for a in answers}) == 1
 
     uvloop.run(both())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+async def test_a_fork_of_the_process_cannot_use_it_and_does_not_end_it():
+    async with engine() as client:
+        child = os.fork()
+        if child == 0:
+            failed = 1
+            try:
+                asyncio.events._set_running_loop(None)
+                asyncio.run(_in_a_fork(client))
+                failed = 0
+            finally:
+                os._exit(failed)
+        status = await asyncio.wait_for(asyncio.to_thread(os.waitpid, child, 0), 10)
+        assert status == (child, 0)
+        await client.check_health()
+        assert (await collect(client, request("r", 9)))[-1].finish_reason == "length"
+
+
+async def _in_a_fork(client):
+    for use in (collect(client, request("f", 9)), client.check_health()):
+        with pytest.raises(UsageError, match="is a fork of it"):
+            await use
+    await client.shutdown()
+    await client.close()
