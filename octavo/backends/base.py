@@ -6,7 +6,10 @@ Shapes: T tokens of the step, S sequences in it, R sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from octavo.backends.kv import KVSpec
 from octavo.backends.names import DEVICES, check_device
+from octavo.errors import NotEnoughMemory
 
 if TYPE_CHECKING:
     from octavo.backends.reference import Ops
@@ -149,3 +153,16 @@ def open_device(name: str, rank: int = 0, threads: int | None = None) -> Device:
     device: Device = getattr(import_module(module), attribute)()
     device.open(rank, threads)
     return device
+
+
+@contextmanager
+def allocating(what: str, fix: str) -> Iterator[None]:
+    """Turns a refusal of memory within into NotEnoughMemory: a limit may stand lower than `Device.memory` can see."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as err:
+        refused = isinstance(err, MemoryError | torch.OutOfMemoryError) or getattr(err, "errno", None) == errno.ENOMEM
+        if not refused and "DefaultCPUAllocator" not in str(err):  # torch has no class of its own for the host's memory
+            raise
+        said = str(err).partition("\n")[0][:200] or type(err).__name__
+        raise NotEnoughMemory(f"the system refused memory for {what}: {said}", fix=fix) from None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.backends.base import Device, ForwardBatch, KVCache
+from octavo.backends.base import Device, ForwardBatch, KVCache, allocating
 from octavo.backends.kv import KVGroup
 from octavo.engine.batch import BatchBuilder, Indices, Rows
 from octavo.engine.pages import KVLayout
@@ -43,7 +43,7 @@ class Runner:
         self._builder = BatchBuilder(layout, max_num_seqs, max_model_len, device)
         self._sampler = Sampler(max_num_seqs, vocab_size, device)
         self._prompts: dict[int, tuple[Tensor, int]] = {}
-        self._kv = _allocate(model.kv_groups, device, layout, dtype)
+        self._kv = allocate_caches(model.kv_groups, device, layout, dtype)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -103,11 +103,12 @@ class Runner:
         return found
 
 
-def _allocate(groups: tuple[KVGroup, ...], device: Device, layout: KVLayout, dtype: torch.dtype) -> list[KVCache]:
-    """One cache a layer, in layer order."""
-    caches = {
-        layer: device.allocate_kv(group.spec, blocks, layout.page_size, dtype)
-        for group, blocks in zip(groups, layout.num_blocks, strict=True)
-        for layer in group.layers
-    }
+def allocate_caches(groups: tuple[KVGroup, ...], device: Device, layout: KVLayout, dtype: torch.dtype) -> list[KVCache]:
+    """One cache a layer, in layer order. Raises NotEnoughMemory."""
+    with allocating("the KV cache", "free memory, raise its limit (ulimit -v), or lower --kv-cache-memory-bytes"):
+        caches = {
+            layer: device.allocate_kv(group.spec, blocks, layout.page_size, dtype)
+            for group, blocks in zip(groups, layout.num_blocks, strict=True)
+            for layer in group.layers
+        }
     return [caches[layer] for layer in sorted(caches)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.backends.base import Device
+from octavo.backends.base import Device, allocating
 from octavo.backends.reference import PackedLinear
 from octavo.config import GIB
 from octavo.dist.group import SINGLE, Group
@@ -21,6 +21,7 @@ from octavo.quant.gguf_blocks import read_into
 
 Progress = Callable[[str, int, int], None]
 """stage, bytes done, bytes in all (of the files)"""
+_MORE_MEMORY = "use a smaller model or dtype, free memory, or raise --tensor-parallel-size"
 
 
 def load_model(
@@ -39,8 +40,9 @@ def load_model(
     check_divisible(spec, group.size)
     weights = _CheckpointWeights(checkpoint, device, dtype, group, progress)
     _check_memory(weights, device)
-    table = device.upload(rope_table(spec.rope, max_positions or spec.context_len))
-    decoder = Decoder(spec, device.ops, weights, table, group)
+    with allocating("the weights", _MORE_MEMORY):
+        table = device.upload(rope_table(spec.rope, max_positions or spec.context_len))
+        decoder = Decoder(spec, device.ops, weights, table, group)
     decoder.weights_bytes = weights.held_bytes()
     return decoder
 
@@ -150,5 +152,5 @@ def _check_memory(weights: _CheckpointWeights, device: Device) -> None:
         name = str(weights.dtype).removeprefix("torch.")
         raise NotEnoughMemory(
             f"the weights need {needed / GIB:.2f} GiB in {name}", limit=f"{free / GIB:.2f} GiB are free",
-            fix="use a smaller model or dtype, free memory, or raise --tensor-parallel-size",
+            fix=_MORE_MEMORY,
         )  # fmt: skip

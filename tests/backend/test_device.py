@@ -8,18 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from octavo.backends.base import open_device
+from octavo.backends.base import allocating, open_device
 from octavo.backends.cpu import lib, limits
 from octavo.backends.cpu.device import CpuDevice
 from octavo.backends.cpu.memory import Arena, lazy_zeros
 from octavo.backends.cpu.ops import CpuOps, PanelKVCache
-from octavo.backends.kv import FullAttention
+from octavo.backends.kv import FullAttention, KVGroup
 from octavo.backends.reference import Ops
-from octavo.errors import DeviceUnavailable, UsageError
+from octavo.engine.pages import KVLayout
+from octavo.engine.runner import allocate_caches
+from octavo.errors import DeviceUnavailable, NotEnoughMemory, UsageError
 from tests.backend.conftest import ISAS, library
 
 
@@ -119,6 +122,47 @@ def test_unwritten_memory_costs_nothing():
     zeros = lazy_zeros((1 << 28,), torch.bfloat16)
     assert process.memory_info().rss - before < 8 << 20
     assert zeros[:: 1 << 20].eq(0).all()
+
+
+REFUSED = {
+    "a mapping": lambda: lazy_zeros((1 << 56,), torch.bfloat16),
+    "torch": lambda: torch.empty(1 << 56),
+    "numpy": lambda: np.empty(1 << 60, np.int8),
+    "Python": lambda: bytearray(1 << 62),
+}
+
+
+@pytest.mark.parametrize("allocate", REFUSED.values(), ids=REFUSED)
+def test_memory_that_the_system_refuses_is_a_typed_error(allocate):
+    said = r"^the system refused memory for all: .*; fix: wait$"
+    with pytest.raises(NotEnoughMemory, match=said) as caught, allocating("all", "wait"):
+        allocate()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("ours"), OSError(2, "gone"), ValueError("x")])
+def test_other_errors_pass(error):
+    with pytest.raises(type(error), match=str(error.args[-1])), allocating("all", "wait"):
+        raise error
+
+
+def test_a_kv_cache_that_the_system_refuses():
+    """Though `memory` said that it fits, as other programs may take it meanwhile."""
+    device, blocks = CpuDevice(), 1 << 48
+    device.open(0, 1)
+    group = KVGroup(FullAttention(2, 64), (0,))
+    with pytest.raises(NotEnoughMemory, match="memory for the KV cache"):
+        allocate_caches((group,), device, KVLayout(16, (group.spec,), (blocks,)), torch.bfloat16)
+
+
+def test_a_limit_of_addresses_counts():
+    code = "from octavo.backends.cpu.limits import memory; print(*memory())"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", limit + code], env=environment, capture_output=True, text=True)
+    total, free = map(int, done.stdout.split())
+    assert total == 1 << 30, done
+    assert 0 < free < 1 << 30
 
 
 def test_arena_pieces_are_aligned_and_apart():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
@@ -16,13 +17,17 @@ def default_threads() -> int:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes (total, available), within the control group's limit."""
+    """Bytes (total, available), within the control group's limit and that of the process's addresses (ulimit -v)."""
     facts = psutil.virtual_memory()
     total, available = facts.total, facts.available
     for folder in _group_folders():
         limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
         if limit is not None and used is not None:
             total, available = min(total, int(limit)), min(available, max(0, int(limit - used)))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        used = psutil.Process().memory_info().vms
+        total, available = min(total, addresses), min(available, max(0, addresses - used))
     return total, available
 
 
