@@ -68,6 +68,6 @@ def _group() -> LazyGroup:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Console entry point; ends the process with the command's exit code."""
+    """Ends the process with the command's exit code."""
     words = sys.argv[1:] if argv is None else argv
     sys.exit(invoke(_group(), words or ["--help"], "octavo"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 
 import click
@@ -11,6 +10,7 @@ import click
 from octavo.errors import UsageError
 from octavo.tools.command import invoke
 from octavo.tools.old_flags import translate
+from octavo.tools.program import complain
 
 
 def run(command: click.Command, argv: Sequence[str], name: str) -> int:
@@ -22,13 +22,13 @@ def run(command: click.Command, argv: Sequence[str], name: str) -> int:
         if not translation.has_model and "--config" not in argv:
             raise UsageError("--model is missing", fix="name one, such as --model smollm2", param="model")
     except UsageError as error:
-        print(f"octavo: error: {error}", file=sys.stderr)
+        complain(f"octavo: error: {error}")
         return error.exit_code
     for line in translation.warnings:
-        print(f"octavo: warning: {line}", file=sys.stderr)
+        complain(f"octavo: warning: {line}")
     if "--host" not in [word.partition("=")[0] for word in translation.argv]:
-        print("octavo: note: listens on 127.0.0.1 only; for other machines give --host 0.0.0.0", file=sys.stderr)
-    print(f"octavo: note: {name} is today: octavo serve {shlex.join(_shown(translation.argv))}", file=sys.stderr)
+        complain("octavo: note: listens on 127.0.0.1 only; for other machines give --host 0.0.0.0")
+    complain(f"octavo: note: {name} is today: octavo serve {shlex.join(_shown(translation.argv))}")
     return invoke(command, translation.argv, name)
 
 

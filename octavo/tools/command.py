@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,8 +11,7 @@ import click
 
 from octavo.errors import OctavoError
 from octavo.tools.old_flags import hint
-
-INTERRUPTED = 130
+from octavo.tools.program import INTERRUPTED, complain, settle
 
 
 class Command(click.Command):
@@ -45,16 +43,21 @@ def invoke(command: click.Command, argv: Sequence[str], name: str) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except OctavoError as error:
-        print(f"octavo: error: {error}", file=sys.stderr)
+        complain(f"octavo: error: {error}")
         return error.exit_code
     except click.ClickException as error:
-        print(f"octavo: error: {_describe(error)}", file=sys.stderr)
+        complain(f"octavo: error: {_describe(error)}")
         return 2
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's last flush does not fail as well
         return 1
+    except OSError as error:  # such as a full disk under stdout
+        named = f": {error.filename}" if error.filename else ""
+        complain(f"octavo: error: {error.strerror or error}{named}")
+        return 1
+    finally:
+        settle()
 
 
 def _describe(error: click.ClickException) -> str:

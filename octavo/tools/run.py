@@ -12,6 +12,7 @@ from octavo.config import EngineArgs
 from octavo.errors import UsageError
 from octavo.server.args import collect, options
 from octavo.tools.command import Command
+from octavo.tools.program import complain, raise_on_interrupt
 from octavo.tools.serve import require_torch
 
 EXAMPLES = """
@@ -46,6 +47,7 @@ def run(prompt: str | None, system: str | None, as_json: bool, **given: Any) -> 
     sampling = {name: given[name] for name in SAMPLING if given.get(name) is not None}
     if given.get("seed") is not None:
         sampling["seed"] = given["seed"]
+    raise_on_interrupt()
     with Session(engine_args) as session:
         if prompt is None:
             from octavo.tools.chat import Chat
@@ -82,7 +84,7 @@ def ask(session: Any, prompt: str, system: str | None, sampling: dict[str, Any],
         )  # fmt: skip
     else:
         print(flush=True)
-        print(f"[{answer.summary()}]", file=sys.stderr)
+        complain(f"[{answer.summary()}]")
 
 
 def _sampling_options() -> list[click.Parameter]:

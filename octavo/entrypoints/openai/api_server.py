@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from octavo.entrypoints.old_command import run
-from octavo.tools.serve import command
+from octavo.tools.program import begin
 
 
 def main(argv: list[str]) -> int:
+    begin()
+    from octavo.entrypoints.old_command import run
+    from octavo.tools.serve import command
+
     return run(command, argv, "python -m octavo.entrypoints.openai.api_server")
 
 
