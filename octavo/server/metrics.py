@@ -5,6 +5,7 @@ One registry an application, so that two servers in one process do not mix.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -20,6 +21,8 @@ from octavo.wire import metric_names as names
 
 MAX_UNKNOWN_FIELDS = 64
 """distinct names kept as labels; further ones count as "other" """
+FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+"""what may become a label: it comes from clients, and stays until the server ends"""
 QUIET_HANDLERS = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
 LABELS = ["model_name", "engine"]
 Timing = Callable[[], list[float] | None]
@@ -118,8 +121,9 @@ class Metrics:
             self._http_seconds.labels(handler, method).observe(seconds)
 
     def unknown_field(self, name: str) -> bool:
-        """Counts an ignored field; true the first time that this name is seen."""
-        first = name not in self._unknown_seen and len(self._unknown_seen) < MAX_UNKNOWN_FIELDS
+        """Counts an ignored field; true the first time that this name is seen. Odd names count as "other"."""
+        room = len(self._unknown_seen) < MAX_UNKNOWN_FIELDS and FIELD_NAME.fullmatch(name) is not None
+        first = room and name not in self._unknown_seen
         if first:
             self._unknown_seen.add(name)
         self._unknown.labels(name if name in self._unknown_seen else "other").inc()

@@ -15,6 +15,8 @@ from octavo.errors import InvalidRequest
 from octavo.wire import fields
 
 MAX_PROMPTS = 2048
+MAX_UNKNOWN_FIELDS = 256
+"""in one request; a client of another API has a few"""
 LIMITS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
@@ -212,6 +214,10 @@ def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
     options = getattr(request, "stream_options", None)
     if options is not None:
         unknown += [f"stream_options.{name}" for name in options.model_extra or {}]
+    if len(unknown) > MAX_UNKNOWN_FIELDS:
+        raise InvalidRequest(
+            f"the body has {len(unknown)} unknown fields", limit=f"{MAX_UNKNOWN_FIELDS}", fix="leave them out"
+        )
     return request, unknown
 
 

@@ -99,6 +99,15 @@ def test_names_of_unknown_fields_are_bounded():
     assert shown["octavo:unknown_request_fields_total{field=other}"] == 1000 - MAX_UNKNOWN_FIELDS + 1
 
 
+@pytest.mark.parametrize("name", ["x" * 65, "x" * (1 << 20), "", "a b", "a\n", "{}", "ключ", "\ud800", "1st"])
+def test_odd_names_of_unknown_fields_are_no_labels(name):
+    metrics = make()
+    assert not metrics.unknown_field(name)
+    shown = [one for one in values(metrics) if one.startswith("octavo:unknown_request_fields_total")]
+    assert shown == ["octavo:unknown_request_fields_total{field=other}"]
+    assert metrics.unknown_field("stream_options.include-usage")
+
+
 def test_probes_are_not_counted_as_requests():
     metrics = make()
     metrics.http("/health", "GET", 200, 0.1)

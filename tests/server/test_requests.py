@@ -8,7 +8,7 @@ import pytest
 
 from octavo.errors import InvalidRequest, NotSupported
 from octavo.wire import fields
-from octavo.wire.requests import ChatRequest, CompletionRequest, plain_messages, read
+from octavo.wire.requests import MAX_UNKNOWN_FIELDS, ChatRequest, CompletionRequest, plain_messages, read
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"prompt": "hello"}
@@ -88,6 +88,14 @@ def test_unknown_fields_are_reported_not_refused():
     request, unknown = read(ChatRequest, body(CHAT, {"zork": 1, "model": "m", "stream_options": {"obscure": True}}))
     assert unknown == ["zork", "stream_options.obscure"]
     assert request.model == "m"
+
+
+def test_a_flood_of_unknown_fields_is_refused():
+    few, many = ({f"f{i}": 1 for i in range(count)} for count in (MAX_UNKNOWN_FIELDS, MAX_UNKNOWN_FIELDS + 1))
+    assert len(read(ChatRequest, body(CHAT, few))[1]) == MAX_UNKNOWN_FIELDS
+    for wrong in (many, few | {"stream": True, "stream_options": {"z": 1}}):
+        with pytest.raises(InvalidRequest, match=f"limit: {MAX_UNKNOWN_FIELDS}"):
+            read(ChatRequest, body(CHAT, wrong))
 
 
 @pytest.mark.parametrize(("kind", "more", "param"), [
