@@ -18,13 +18,13 @@ from octavo.errors import InvalidRequest, NotSupported
 from octavo.server.replies import json_response
 from octavo.server.serving import Choice, Prompt, Serving
 from octavo.server.stream import EventStream, until_gone
+from octavo.wire.errors import shown
 
 PARAMETERS = frozenset(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
 HARMLESS: dict[str, tuple[object, ...]] = {
-    "use_beam_search": (False,), "best_of": (None, 1), "length_penalty": (1, 1.0), "early_stopping": (False,),
-    "logprobs": (None,), "prompt_logprobs": (None,),
+    "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1, 1.0), "early_stopping": (False,),
 }  # fmt: skip
-"""Fields of old clients that may be sent with these values, which change nothing."""
+"""Fields of old clients that may be sent with these values, which change nothing. So may any field with null."""
 
 
 class LineStream(EventStream):
@@ -52,23 +52,23 @@ def _read(body: bytes) -> tuple[str, bool, SamplingParams]:
     """Raises InvalidRequest naming the field at fault."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is no JSON object: {error}", fix='send {"prompt": "…"}') from error
-    prompt, stream = fields.pop("prompt", None), fields.pop("stream", False)
+    prompt, stream = fields.pop("prompt", None), fields.pop("stream", None)
     if not isinstance(prompt, str):
         raise InvalidRequest("prompt is missing or no text", fix='send {"prompt": "…"}', param="prompt")
-    if not isinstance(stream, bool):
-        raise InvalidRequest(f"stream is {stream!r}", limit="true or false", fix="correct stream", param="stream")
-    return prompt, stream, _params(fields)
+    if not isinstance(stream, bool | None):
+        raise InvalidRequest(f"stream is {shown(stream)}", limit="true or false", fix="correct stream", param="stream")
+    return prompt, bool(stream), _params(fields)
 
 
 def _params(fields: dict[str, Any]) -> SamplingParams:
     for name, value in list(fields.items()):
         if name in PARAMETERS:
             continue
-        if value not in HARMLESS.get(name, ()):
+        if value is not None and value not in HARMLESS.get(name, ()):
             raise NotSupported(
-                f"{name} is {value!r}, which /generate does not know", limit=", ".join(sorted(PARAMETERS)),
+                f"{name} is {shown(value)}, which /generate does not know", limit=", ".join(sorted(PARAMETERS)),
                 fix=f"remove {name}, or use /v1/completions", param=name,
             )  # fmt: skip
         del fields[name]

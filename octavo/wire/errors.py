@@ -12,6 +12,15 @@ def error_body(message: str, kind: str, code: int, param: str | None = None) -> 
     return msgspec.json.encode({"error": error})
 
 
+def shown(value: object, longest: int = 60) -> str:
+    """A client's value in an error, spelled as the client did: true and null, not True and None."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (RecursionError, TypeError, ValueError):
+        text = "something that is too deep or no JSON"
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
 INTERNAL = error_body("internal error; fix: see the server's log", "InternalServerError", 500)
 """for our own bugs, whose details are nobody else's business"""
 

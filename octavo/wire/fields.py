@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from octavo.errors import NotSupported
+from octavo.wire.errors import shown
 
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
@@ -76,6 +77,6 @@ def check(extra: dict[str, Any], refused: dict[str, tuple[Any, ...]]) -> list[st
             unknown.append(name)
         elif value is not None and not any(type(value) is type(n) and value == n for n in refused[name]):
             neutral = [n for n in refused[name] if n is not None]
-            only = f"set it to {' or '.join(map(repr, neutral))} or leave it out" if neutral else "leave it out"
+            only = f"set it to {' or '.join(map(shown, neutral))} or leave it out" if neutral else "leave it out"
             raise NotSupported(f"{name} is not supported yet", fix=only, param=name)
     return unknown

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from octavo.errors import InvalidRequest
 from octavo.wire import fields
+from octavo.wire.errors import shown
 
 MAX_PROMPTS = 2048
 MAX_UNKNOWN_FIELDS = 256
@@ -199,7 +200,10 @@ AnyRequest = TypeVar("AnyRequest", bound=_Strict)
 
 
 def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
-    """The request in a body, and the unknown fields in it. Raises InvalidRequest naming the field at fault."""
+    """The request in a body, and the unknown fields in it. Raises InvalidRequest naming the field at fault.
+
+    A field that is null counts as one that is not there.
+    """
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as err:
@@ -207,7 +211,7 @@ def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
     if not isinstance(values, dict):
         raise InvalidRequest(f"the body is a JSON {_kind(values)}", limit="a JSON object", fix="send an object")
     try:
-        request = kind.model_validate(values)
+        request = kind.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as err:
         raise _explain(err) from None
     unknown = fields.check(request.model_extra or {}, kind.refused)
@@ -237,9 +241,7 @@ def _explain(err: ValidationError) -> InvalidRequest:
     wanted = next((LIMITS[p] for p in reversed(path) if p in LIMITS), None)
     others = {e["msg"] for e in err.errors(include_url=False) if e["loc"][:1] == fault["loc"][:1]}
     limit = wanted or " or ".join(sorted(_plain_words(m) for m in others))
-    shown = repr(fault["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return InvalidRequest(f"{name} is {shown}", limit=limit, fix=f"correct {name}", param=param)
+    return InvalidRequest(f"{name} is {shown(fault['input'])}", limit=limit, fix=f"correct {name}", param=param)
 
 
 def _names_a_type(part: str) -> bool:
@@ -248,4 +250,5 @@ def _names_a_type(part: str) -> bool:
 
 
 def _plain_words(message: str) -> str:
-    return message.removeprefix("Input should be ").removeprefix("a valid ")
+    kind = message.removeprefix("Input should be ").removeprefix("a valid ").partition(" or instance of ")[0]
+    return {"dictionary": "object", "list": "array"}.get(kind, kind)

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.errors import InvalidRequest, NotSupported
 from octavo.wire import fields
-from octavo.wire.requests import MAX_UNKNOWN_FIELDS, ChatRequest, CompletionRequest, plain_messages, read
+from octavo.wire.requests import MAX_UNKNOWN_FIELDS, ChatRequest, CompletionRequest, TokenizeRequest, plain_messages, read
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"prompt": "hello"}
@@ -82,6 +82,37 @@ def test_refused_fields_are_named_unless_neutral(name):
 def test_a_bool_is_no_neutral_number():
     with pytest.raises(NotSupported):
         read(CompletionRequest, body(COMPLETION, {"min_tokens": False}))
+
+
+NULLABLE = [
+    *((ChatRequest, CHAT, name) for name in ChatRequest.model_fields if name not in CHAT),
+    *((CompletionRequest, COMPLETION, name) for name in CompletionRequest.model_fields if name not in COMPLETION),
+    *((TokenizeRequest, COMPLETION, name) for name in TokenizeRequest.model_fields if name not in COMPLETION),
+    *((ChatRequest, CHAT, name) for name in ("zork", *fields.CHAT)),
+]
+
+
+@pytest.mark.parametrize(("kind", "base", "name"), NULLABLE)
+def test_null_is_as_if_not_there(kind, base, name):
+    assert read(kind, body(base, {name: None})) == read(kind, body(base))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(ChatRequest, "messages"), (CompletionRequest, "prompt")])
+def test_a_field_that_must_be_there_may_not_be_null(kind, name):
+    with pytest.raises(InvalidRequest, match=f"{name} is missing"):
+        read(kind, body({name: None}))
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("n", True, "n is true; limit: integer"), ("stream", [None, False, "x"], 'stream is [null,false,"x"]'),
+    ("stop", [None], "stop is [null]"), ("messages", {"a": None}, 'messages is {"a":null}; limit: array'),
+    ("stream_options", False, "stream_options is false; limit: object"),
+    ("echo", True, "set it to false or leave it out"), ("modalities", ["a"], 'set it to ["text"] or'),
+])  # fmt: skip
+def test_errors_speak_json(name, value, said):
+    with pytest.raises(InvalidRequest) as caught:
+        read(ChatRequest, body(CHAT, {name: value}))
+    assert said in str(caught.value)
 
 
 def test_unknown_fields_are_reported_not_refused():
