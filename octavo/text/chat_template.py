@@ -39,6 +39,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
@@ -72,10 +73,12 @@ class _Compiled:
                 f"the chat template has {len(source)} characters", limit=f"{MAX_SOURCE_CHARACTERS} characters"
             )
         environment = TemplateEnvironment()
-        self._template = _bounded(_meter(len(source), 0), lambda: environment.from_string(source))
+        self._template = _bounded(_meter(len(source), 0), lambda: environment.from_string(source), "chat_template")
         self._format = content_format(environment.parse(source))
 
     def prepare(self, message: Mapping[str, Any], index: int) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"messages[{index}] is {_kind(message)}", limit="an object", param="messages")
         prepared = dict(message)
         content = prepared.get("content")
         if isinstance(content, (list, tuple)):
@@ -83,13 +86,13 @@ class _Compiled:
             prepared["content"] = parts if self._format.parts else "\n".join(part["text"] for part in parts)
         elif isinstance(content, str) and self._format.parts and not self._format.text:
             prepared["content"] = [{"type": "text", "text": content}]
-        if prepared.get("tool_calls"):
-            prepared["tool_calls"] = [_parsed_call(call) for call in prepared["tool_calls"]]
+        if prepared.get("tool_calls") is not None:
+            prepared["tool_calls"] = _parsed_calls(prepared["tool_calls"], f"messages[{index}].tool_calls")
         return prepared
 
     def render(self, variables: dict[str, Any]) -> str:
         plain, values, characters = _plain(variables)
-        return _bounded(_meter(characters, values), lambda: self._template.render(plain))
+        return _bounded(_meter(characters, values), lambda: self._template.render(plain), "messages")
 
 
 def _meter(characters: int, values: int) -> Meter:
@@ -99,21 +102,21 @@ def _meter(characters: int, values: int) -> Meter:
     )  # fmt: skip
 
 
-def _bounded(meter: Meter, run: Callable[[], T]) -> T:
-    """Runs what a template does; whatever happens in there is a TemplateError."""
+def _bounded(meter: Meter, run: Callable[[], T], param: str) -> T:
+    """Runs what a template does; whatever happens in there is a TemplateError about `param`."""
     token = METER.set(meter)
     try:
         return run()
     except LimitExceeded as error:
-        raise TemplateError(f"the chat template does too much{_line(error)}", limit=str(error)) from error
+        raise TemplateError(f"the chat template does too much{_line(error)}", limit=str(error), param=param) from error
     except TemplateRaised as error:
-        raise TemplateError(f"the chat template refuses the conversation: {_short(error)}") from error
+        raise TemplateError(f"the chat template refuses the conversation: {_short(error)}", param=param) from error
     except SecurityError as error:
-        raise TemplateError(f"the chat template reaches too far{_line(error)}: {_short(error)}") from error
+        raise TemplateError(f"the chat template reaches too far{_line(error)}: {_short(error)}", param=param) from error
     except RecursionError as error:
-        raise TemplateError(f"the chat template nests too deeply{_line(error)}") from error
+        raise TemplateError(f"the chat template nests too deeply{_line(error)}", param=param) from error
     except Exception as error:
-        raise TemplateError(f"the chat template fails{_line(error)}: {_short(error)}") from error
+        raise TemplateError(f"the chat template fails{_line(error)}: {_short(error)}", param=param) from error
     finally:
         METER.reset(token)
 
@@ -129,8 +132,8 @@ def _line(error: BaseException) -> str:
     return f" at line {line}" if line else ""
 
 
-def _short(error: BaseException) -> str:
-    text = str(error)
+def _short(cause: object) -> str:
+    text = str(cause)
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "…"
 
 
@@ -142,7 +145,10 @@ def _plain(variables: Mapping[str, Any]) -> tuple[dict[str, Any], int, int]:
         nonlocal values, characters
         values += 1
         if depth > MAX_DEPTH:
-            raise InvalidRequest("messages or tools are nested too deeply", limit=f"{MAX_DEPTH} levels")
+            raise InvalidRequest(
+                "messages, tools or chat_template_kwargs are nested too deeply", limit=f"{MAX_DEPTH} levels",
+                param="messages",
+            )  # fmt: skip
         if isinstance(value, str):
             characters += len(value)
             return value
@@ -163,12 +169,12 @@ def _text_part(part: Any, index: int) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise InvalidRequest(f"{where} holds a {type(part).__name__}", limit="text parts", param="messages")
+        raise InvalidRequest(f"{where} holds {_kind(part)}", limit="text parts", param="messages")
     kind = part.get("type", "text")
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in ("text", "refusal"):
         raise NotSupported(
-            f"{where} holds a part of type {kind!r}", limit="this model takes text",
+            f"{where} holds a part of type {_short(kind)!r}", limit="this model takes text",
             fix="send parts of type text only", param="messages",
         )  # fmt: skip
     if not isinstance(text, str):
@@ -176,17 +182,39 @@ def _text_part(part: Any, index: int) -> dict[str, Any]:
     return {**part, "type": "text", "text": text}
 
 
-def _parsed_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def _parsed_calls(calls: Any, where: str) -> list[Mapping[str, Any]]:
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidRequest(f"{where} is {_kind(calls)}", limit="a list of tool calls", param="messages")
+    return [_parsed_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _parsed_call(call: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(call, Mapping):
+        raise InvalidRequest(f"{where} is {_kind(call)}", limit="an object", param="messages")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
-        raise InvalidRequest(
-            f"the arguments of tool call {function.get('name')!r} are no JSON: {error}", param="messages"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        cause = "nested too deeply" if isinstance(error, RecursionError) else f"no JSON: {_short(error)}"
+        raise InvalidRequest(f"{where}.function.arguments is {cause}", fix="correct it", param="messages") from error
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _kind(value: Any) -> str:
+    """In JSON's words."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    kinds = {
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        tuple: "an array",
+        dict: "an object",
+    }
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def _mark(message: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from octavo.errors import EngineDead, OctavoError
 
 
 def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
+    message = message.encode("utf-8", "replace").decode()  # half a surrogate pair may be quoted in it
     error = {"message": message, "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
 

@@ -112,6 +112,10 @@ class SamplingFields(_Strict):
             raise InvalidRequest("cache_salt is empty", fix="give some text or leave it out", param="cache_salt")
 
 
+SAY_WITHOUT_CONTENT = {"tool_calls", "function_call", "refusal", "reasoning_content", "reasoning"}
+"""fields of a message that make sense without content"""
+
+
 class Message(_Strict):
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -152,8 +156,20 @@ class ChatRequest(SamplingFields):
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """As the client wrote them, for the chat template, which knows what it can show."""
-    return [message.model_dump(exclude_unset=True) for message in messages]
+    """As the client wrote them, for the chat template, which knows what it can show.
+
+    Raises InvalidRequest for a message that says nothing.
+    """
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    """By hand: pydantic's own way fails for deep values. A null is only kept where templates look for one."""
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    if message.content is None and not SAY_WITHOUT_CONTENT & extra.keys():
+        raise InvalidRequest(f"{where}.content is missing", fix="give it some text", param="messages")
+    content = {"content": message.content} if "content" in message.model_fields_set else {}
+    return {"role": message.role, **content, **extra}
 
 
 class CompletionRequest(SamplingFields):

@@ -8,7 +8,14 @@ import pytest
 
 from octavo.errors import InvalidRequest, NotSupported
 from octavo.wire import fields
-from octavo.wire.requests import MAX_UNKNOWN_FIELDS, ChatRequest, CompletionRequest, TokenizeRequest, plain_messages, read
+from octavo.wire.requests import (
+    MAX_UNKNOWN_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    plain_messages,
+    read,
+)
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"prompt": "hello"}

@@ -119,7 +119,7 @@ def test_arguments_of_tool_calls_are_parsed():
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert '"arguments": {"city": "Łódź"}' in render(FAMILIES["qwen2.5"][0], messages)
     call["function"]["arguments"] = "{"
-    with pytest.raises(InvalidRequest, match="arguments of tool call 'weather' are no JSON"):
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].tool_calls\[0\].function.arguments is no JSON"):
         render(FAMILIES["qwen2.5"][0], messages)
 
 
