@@ -53,17 +53,17 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, 
     count = len(token_ids)
     if not count:
         raise InvalidRequest(f"{name} holds no token", limit="at least 1", fix="send some text", param=name)
+    if count >= max_model_len:  # first, as the next look takes in all of them
+        raise InvalidRequest(
+            f"{name} has {count} tokens", limit=f"{max_model_len} tokens of context, one of them for the answer",
+            fix=f"shorten {name}", param=name,
+        )  # fmt: skip
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(
             f"{name} holds token id {wrong}", limit=f"0 to {vocab_size - 1}", fix="use this model's tokenizer",
             param=name,
-        )  # fmt: skip
-    if count >= max_model_len:
-        raise InvalidRequest(
-            f"{name} has {count} tokens", limit=f"{max_model_len} tokens of context, one of them for the answer",
-            fix=f"shorten {name}", param=name,
         )  # fmt: skip
 
 

@@ -17,14 +17,13 @@ from octavo.engine.client import EngineClient
 from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.model_text import LoadedModel, OnProgress, in_daemon_thread, prepare
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
+from octavo.engine.text_work import TextWork
 from octavo.engine.types import Request, SamplingParams
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, from_wire
 
 log = logging.getLogger("octavo.engine")
 HEALTH_TIMEOUT_S = 60.0
 """longer than any sane step, even of a large prefill on a small CPU"""
-ENCODE_IN_THREAD_CHARACTERS = 2048
-"""longer texts are tokenized beside the event loop, so that no stream waits for them"""
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """a text, token ids, or vLLM's `{"prompt": text}` and `{"prompt_token_ids": ids}`"""
 
@@ -40,6 +39,7 @@ class AsyncLLM:
         self.on_stats: Callable[[Stats], None] = lambda _: None
         """told of the engine's stats whenever they come with tokens of a new step"""
         self._client, self._max_buffered_events = client, max_buffered_events
+        self._text_work = TextWork(model.tokenizer)
         self._last_step = 0
         self._numbers = itertools.count()
         self._dead: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
@@ -102,9 +102,8 @@ class AsyncLLM:
     # Text and tokens
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= ENCODE_IN_THREAD_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        """Raises InvalidRequest for a text that cannot fit into the context."""
+        return await self._text_work.encode(text, add_special_tokens, self.max_model_len, "prompt")
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Raises InvalidRequest for an id out of range."""
@@ -131,14 +130,13 @@ class AsyncLLM:
                     f"chat_template_kwargs holds {name}", fix=f"give {name} by itself", param="chat_template_kwargs"
                 )
 
-        def both() -> tuple[str, list[int]]:
-            text = template.render(
+        def write() -> str:
+            return template.render(
                 messages, add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message, **(template_kwargs or {}),
             )  # fmt: skip
-            return text, self.tokenizer.encode(text, add_special_tokens)
 
-        return await asyncio.to_thread(both)
+        return await self._text_work.render(write, messages, add_special_tokens, self.max_model_len)
 
     # Generation
 
@@ -246,3 +244,4 @@ class AsyncLLM:
         self._keeper.cancel()
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._client.shutdown(drain)
+        self._text_work.close()

@@ -31,7 +31,8 @@ from octavo.wire.responses import (
 async def chat_completions(serving: Serving, request: Request) -> Response:
     asked = await serving.read(request, ChatRequest)
     asked.check()
-    call = ChatCall(serving, asked, serving.visible_id(request, asked, "chatcmpl"), await _prompt(serving, asked))
+    visible_id = serving.visible_id(request, asked, "chatcmpl")
+    call = ChatCall(serving, asked, visible_id, await until_gone(request, _prompt(serving, asked)))
     if asked.stream:
         return await EventStream.begun(request, call.frames())
     return Response(encode(await until_gone(request, call.answer())), media_type="application/json")

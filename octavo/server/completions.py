@@ -34,14 +34,19 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(serving: Serving, request: Request) -> Response:
     asked = await serving.read(request, CompletionRequest)
     asked.check()
+    visible_id = serving.visible_id(request, asked, "cmpl")
+    call = CompletionCall(serving, asked, visible_id, await until_gone(request, _prompts(serving, asked)))
+    if asked.stream:
+        return await EventStream.begun(request, call.frames())
+    return Response(encode(await until_gone(request, call.answer())), media_type="application/json")
+
+
+async def _prompts(serving: Serving, asked: CompletionRequest) -> list[Prompt]:
     prompts = []
     for prompt in asked.prompts():
         prompts.append(await _prompt(serving, asked, prompt))
         await asyncio.sleep(0)  # many short prompts must not hold up the streams either
-    call = CompletionCall(serving, asked, serving.visible_id(request, asked, "cmpl"), prompts)
-    if asked.stream:
-        return await EventStream.begun(request, call.frames())
-    return Response(encode(await until_gone(request, call.answer())), media_type="application/json")
+    return prompts
 
 
 async def _prompt(serving: Serving, asked: CompletionRequest, prompt: str | list[int]) -> Prompt:
@@ -52,8 +57,8 @@ async def _prompt(serving: Serving, asked: CompletionRequest, prompt: str | list
         prompt_logprobs=asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )  # fmt: skip
     if isinstance(prompt, list):
-        text = await serving.llm.decode(prompt) if asked.echo else None
-        return Prompt(text, prompt, serving.llm.check(prompt, params, capped=asked.max_tokens is None))
+        checked = serving.llm.check(prompt, params, capped=asked.max_tokens is None)
+        return Prompt(await serving.llm.decode(prompt) if asked.echo else None, prompt, checked)
     ids = await serving.llm.encode(prompt, asked.add_special_tokens)
     return Prompt(prompt, ids, serving.llm.check(ids, params, capped=asked.max_tokens is None))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +12,7 @@ import octavo
 from octavo.errors import InvalidRequest, Overloaded
 from octavo.server.replies import json_response
 from octavo.server.serving import Serving
+from octavo.server.stream import until_gone
 from octavo.wire.requests import DetokenizeRequest, TokenizeRequest, plain_messages
 from octavo.wire.responses import ModelCard, ModelList, ModelPermission
 
@@ -61,24 +64,36 @@ async def tokenize(serving: Serving, request: Request) -> Response:
     asked = await serving.read(request, TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("give either prompt or messages", fix="send one of the two", param="prompt")
+    ids = await until_gone(request, _tokens(serving, asked))
+
+    def answer() -> Response:
+        texts = [serving.llm.token_text(i) for i in ids] if asked.return_token_strs else None
+        return json_response(
+            {"count": len(ids), "max_model_len": serving.llm.max_model_len, "tokens": ids, "token_strs": texts}
+        )
+
+    return await asyncio.to_thread(answer)
+
+
+async def _tokens(serving: Serving, asked: TokenizeRequest) -> list[int]:
     if asked.prompt is not None:
-        ids = await serving.llm.encode(asked.prompt, asked.add_special_tokens is not False)
-    else:
-        _, ids = await serving.llm.render(
-            plain_messages(asked.messages or []), add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message, add_special_tokens=bool(asked.add_special_tokens),
-            template_kwargs=asked.chat_template_kwargs,
-        )  # fmt: skip
-    texts = [serving.llm.token_text(i) for i in ids] if asked.return_token_strs else None
-    return json_response(
-        {"count": len(ids), "max_model_len": serving.llm.max_model_len, "tokens": ids, "token_strs": texts}
-    )
+        return await serving.llm.encode(asked.prompt, asked.add_special_tokens is not False)
+    _, ids = await serving.llm.render(
+        plain_messages(asked.messages or []), add_generation_prompt=asked.add_generation_prompt,
+        continue_final_message=asked.continue_final_message, add_special_tokens=bool(asked.add_special_tokens),
+        template_kwargs=asked.chat_template_kwargs,
+    )  # fmt: skip
+    return ids
 
 
 async def detokenize(serving: Serving, request: Request) -> Response:
     asked = await serving.read(request, DetokenizeRequest)
-    for token in asked.tokens:
-        if not 0 <= token < serving.llm.config.vocab_size:
-            last = serving.llm.config.vocab_size - 1
-            raise InvalidRequest(f"tokens holds {token}", limit=f"0 to {last}", fix="remove it", param="tokens")
-    return json_response({"prompt": await serving.llm.decode(asked.tokens)})
+    return json_response({"prompt": await asyncio.to_thread(_text, serving, asked.tokens)})
+
+
+def _text(serving: Serving, tokens: list[int]) -> str:
+    last = serving.llm.config.vocab_size - 1
+    wrong = next((token for token in tokens if not 0 <= token <= last), None)
+    if wrong is not None:
+        raise InvalidRequest(f"tokens holds {wrong}", limit=f"0 to {last}", fix="remove it", param="tokens")
+    return serving.llm.tokenizer.decode(tokens, skip_special_tokens=False)

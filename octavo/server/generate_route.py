@@ -40,7 +40,7 @@ class LineStream(EventStream):
 
 async def generate(serving: Serving, request: Request) -> Response:
     prompt, stream, params = _read(await request.body())
-    token_ids = await serving.llm.encode(prompt)
+    token_ids = await until_gone(request, serving.llm.encode(prompt))
     asked = Prompt(prompt, token_ids, serving.llm.check(token_ids, params))
     texts = _texts(serving, f"generate-{request.state.request_id}", asked)
     if stream:

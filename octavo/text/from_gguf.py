@@ -157,7 +157,7 @@ def spelled_with_spaces(token: str) -> bytes:
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def byte_characters() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68 for U+0100 and up, in order."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -166,7 +166,7 @@ def _byte_of_character() -> dict[str, int]:
 
 def spelled_with_byte_characters(token: str) -> bytes:
     """Byte-level BPE: each character stands for a byte; a token with another character is its own text."""
-    table = _byte_of_character()
+    table = byte_characters()
     try:
         return bytes([table[character] for character in token])
     except KeyError:

@@ -6,6 +6,7 @@ decoding of its tokens' bytes (invalid sequences become U+FFFD), and a stream of
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,8 @@ import tokenizers
 
 from octavo.errors import BadModelFile, InvalidRequest
 
+_BRIEF_CHARACTERS = 1024
+"""Only batches are encoded without the interpreter's lock: one text of 600,000 letters held it for half a second."""
 _NAMES = ("bos", "eos", "unk", "pad")
 MAX_UNUSED_IDS = 1 << 20
 """ids below the highest that no token has: each costs memory, and a file can name any number"""
@@ -62,7 +65,7 @@ class Facts:
 
 
 class Tokenizer:
-    """Safe to use from several threads; encoding releases the interpreter lock."""
+    """Safe to use from several threads; encoding more than a moment's worth of text releases the interpreter lock."""
 
     def __init__(self, encoder: tokenizers.Tokenizer, vocabulary: Vocabulary, facts: Facts) -> None:
         encoder.no_truncation()
@@ -123,6 +126,8 @@ class Tokenizer:
 
         Raises InvalidRequest if `text` holds half a surrogate pair.
         """
+        if len(text) > _BRIEF_CHARACTERS:
+            return self.encode_batch([text], add_special_tokens)[0]
         ids = self._encoder.encode(_encodable(text), add_special_tokens=False).ids
         return self._framed(ids) if add_special_tokens else ids
 
@@ -132,6 +137,16 @@ class Tokenizer:
 
     def _framed(self, ids: list[int]) -> list[int]:
         return [*self.facts.prefix, *ids, *self.facts.suffix]
+
+    def longest_text(self, tokens: int) -> int:
+        """In bytes of UTF-8: a longer text has more than so many tokens."""
+        return tokens * self._most_bytes_a_token
+
+    @functools.cached_property
+    def _most_bytes_a_token(self) -> int:
+        from octavo.text.shrinkage import shrinkage  # it asks how bytes are spelled, and that builds on this module
+
+        return shrinkage(self._encoder) * max((len(self.token_bytes(id)) for id in range(self.vocab_size)), default=1)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens together; `token_bytes` says what an id beyond the vocabulary stands for."""

@@ -171,7 +171,7 @@ def test_pre_tokenizers(name, pieces):
 
 def metadata(**changes):
     """The least a byte-level GGUF tokenizer needs: all bytes, and two merges."""
-    alphabet = list(from_gguf._byte_of_character())
+    alphabet = list(from_gguf.byte_characters())
     keys = {
         "model": "gpt2",
         "pre": "llama-bpe",
