@@ -15,6 +15,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
 }  # fmt: skip
 GIB = 1 << 30
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,11 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
             limit=f"{facts.context_len} tokens", fix="lower --max-model-len or leave it out", param="max_model_len",
         )  # fmt: skip
     max_num_seqs = args.max_num_seqs or 256
-    _positive(
-        max_model_len=max_model_len, max_num_seqs=args.max_num_seqs, block_size=args.block_size, threads=args.threads,
-        max_num_batched_tokens=args.max_num_batched_tokens, tensor_parallel_size=args.tensor_parallel_size,
-        num_gpu_blocks_override=args.num_gpu_blocks_override, kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+    _at_least(
+        1, max_model_len=max_model_len, max_num_seqs=args.max_num_seqs, block_size=args.block_size,
+        threads=args.threads, max_num_batched_tokens=args.max_num_batched_tokens,
+        tensor_parallel_size=args.tensor_parallel_size, num_gpu_blocks_override=args.num_gpu_blocks_override,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
     )  # fmt: skip
     utilization = args.gpu_memory_utilization
     if utilization is not None and not 0 < utilization <= 1:
@@ -114,6 +116,9 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
             f"--gpu-memory-utilization {utilization} is out of range", limit="above 0, at most 1",
             fix="give a fraction such as 0.9", param="gpu_memory_utilization",
         )  # fmt: skip
+    _at_least(0, max_logprobs=args.max_logprobs, engine_restarts=args.engine_restarts)
+    if not -(1 << 63) <= args.seed < 1 << 63:
+        raise UsageError(f"--seed {args.seed} is out of range", limit="64 bits with a sign", fix="correct --seed")
     budget = args.max_num_batched_tokens or 2048
     if budget < max_num_seqs:
         if args.max_num_seqs is not None:
@@ -133,11 +138,11 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
     )  # fmt: skip
 
 
-def _positive(**values: int | None) -> None:
+def _at_least(least: int, **values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and value < 1:
+        if value is not None and not value >= least:
             flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {value} is too small", limit="at least 1", fix=f"raise {flag}", param=name)
+            raise UsageError(f"{flag} {value} is too small", limit=f"at least {least}", fix=f"raise {flag}", param=name)
 
 
 @dataclass(frozen=True)
@@ -157,3 +162,13 @@ class ServerArgs:
     log_requests: bool = False
     access_log: bool = False
     log_level: str = "info"
+
+    def verify(self) -> None:
+        """Raises UsageError naming flag, value, limit and fix."""
+        if not 0 <= self.port <= MAX_PORT:
+            raise UsageError(
+                f"--port {self.port} is out of range", limit=f"0 to {MAX_PORT}",
+                fix="choose one within it (0: any that is free)", param="port",
+            )  # fmt: skip
+        _at_least(1, max_body_bytes=self.max_body_bytes, max_buffered_events=self.max_buffered_events)
+        _at_least(0, shutdown_timeout=self.shutdown_timeout_s)

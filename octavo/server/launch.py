@@ -39,6 +39,7 @@ def serve(engine_args: EngineArgs, server_args: ServerArgs, routes: Mapping[str,
     """
     _set_up_logging(server_args.log_level)
     try:
+        server_args.verify()
         with bound(server_args.host, server_args.port) as sock:
             return _run(_serve(engine_args, server_args, sock, routes or {}))
     except OctavoError as err:
