@@ -172,7 +172,9 @@ async def _until_end(serving: Serving, running: asyncio.Future[None], signals: S
     if asked.done() and not running.done():
         serving.draining = True
         limit = serving.args.shutdown_timeout_s
-        log.info("finishing %d open requests, at most %g s; a second signal ends them", serving.open_requests, limit)
+        if count := serving.open_requests:
+            noun, them = ("request", "it") if count == 1 else ("requests", "them")
+            log.info("finishing %d open %s, at most %g s; a second signal ends %s", count, noun, limit, them)
         await _first_of(limit, serving.idle.wait(), signals.second.wait(), died)
         await serving.llm.shutdown()
     died.cancel()
