@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
+import shlex
 import signal
 import socket
 import sys
@@ -191,15 +193,26 @@ async def _first_of(timeout_s: float | None, *events: Coroutine[Any, Any, object
 
 
 def _announce(serving: Serving, sock: socket.socket) -> None:
-    host, port = sock.getsockname()[:2]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    base, model, facts = f"http://{shown}:{port}", serving.llm.model_names[0], serving.llm.facts
-    key = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if serving.args.api_keys else ""
-    question = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    facts, base = serving.llm.facts, _base_url(*sock.getsockname()[:2])
+    model = serving.llm.model_names[0]
     print(
         f"Octavo {octavo.__version__} serves {model} on {facts.device} ({facts.dtype}, {facts.kernels} kernels,"
         f" context {facts.max_model_len} tokens)\n"
         f"  chat page  {base}/\n"
-        f"  try        curl {base}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'",
+        f"  try        {example(base, model, keyed=bool(serving.args.api_keys))}",
         flush=True,
     )
+
+
+def _base_url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+def example(base: str, model: str, *, keyed: bool) -> str:
+    """A command line to try the server with. KEY stands for a key that is needed: a log is no place for a secret."""
+    question = {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
+    headers = ["Content-Type: application/json", *(["Authorization: Bearer KEY"] if keyed else [])]
+    words = ["curl", f"{base}/v1/chat/completions", *(word for header in headers for word in ("-H", header))]
+    line = shlex.join([*words, "-d", json.dumps(question, ensure_ascii=False)])
+    return f"{line}\n             (KEY: one of those given with --api-key or OCTAVO_API_KEY)" if keyed else line
