@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from octavo.errors import UsageError
@@ -16,6 +16,64 @@ DTYPES = {
 }  # fmt: skip
 GIB = 1 << 30
 MAX_PORT = 65535
+_MAX_COUNT = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be: whole ones, or any for `kind` float; `least` itself not if `above`."""
+
+    least: int
+    most: int
+    kind: type = int
+    above: bool = False
+
+    def __str__(self) -> str:
+        return f"above {self.least}, at most {self.most}" if self.above else f"{self.least} to {self.most}"
+
+    def holds(self, value: object) -> bool:
+        """False too for what is no such number, such as NaN or a bool."""
+        if isinstance(value, bool) or not isinstance(value, (int, self.kind)):
+            return False
+        number: Any = value
+        return bool(self.least <= number <= self.most and not (self.above and number == self.least))
+
+
+def _number(default: float | None, least: int, most: int, kind: type = int, above: bool = False) -> Any:
+    """A field with its default and range; one whose default is None may be None."""
+    return field(default=default, metadata={"range": Range(least, most, kind, above)})
+
+
+def _verify(settings: EngineArgs | ServerArgs) -> None:
+    """Every number within its range, no text empty, none with characters that cannot be sent or shown.
+
+    Raises UsageError naming flag, value, limit and fix.
+    """
+    for setting in fields(settings):
+        name, value = setting.name, getattr(settings, setting.name)
+        flag = "--" + name.removesuffix("_s").replace("api_keys", "api_key").replace("_", "-")
+        limits: Range | None = setting.metadata.get("range")
+        unset = value is None and setting.default is None
+        if limits is not None and not unset and not limits.holds(value):
+            raise UsageError(
+                f"{flag} {_short(value)} is out of range",
+                limit=str(limits),
+                fix="choose a number within it",
+                param=name,
+            )
+        several = isinstance(value, tuple)
+        for text in value if several else (value,):
+            if text == "":
+                raise UsageError(f"{flag} is empty", fix="give a value or leave it out", param=name)
+            if several and not (isinstance(text, str) and text.isprintable() and text == text.strip()):
+                shown = "with this value" if name == "api_keys" else _short(text)
+                limit = "characters that can be shown, no spaces around them"
+                raise UsageError(f"{flag} {shown} cannot be used", limit=limit, fix="correct it", param=name)
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"
 
 
 @dataclass(frozen=True)
@@ -27,22 +85,25 @@ class EngineArgs:
     dtype: str = "auto"
     tokenizer: str | None = None
     served_model_name: tuple[str, ...] = ()
-    max_model_len: int | None = None
-    block_size: int | None = None
-    gpu_memory_utilization: float | None = None
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    tensor_parallel_size: int = 1
-    threads: int | None = None
-    seed: int = 0
+    max_model_len: int | None = _number(None, 1, _MAX_COUNT)
+    block_size: int | None = _number(None, 1, 1 << 16)
+    gpu_memory_utilization: float | None = _number(None, 0, 1, float, above=True)
+    kv_cache_memory_bytes: int | None = _number(None, 1, 1 << 50)
+    num_gpu_blocks_override: int | None = _number(None, 1, _MAX_COUNT)
+    max_num_seqs: int | None = _number(None, 1, 1 << 20)
+    max_num_batched_tokens: int | None = _number(None, 1, 1 << 24)
+    tensor_parallel_size: int = _number(1, 1, 64)
+    threads: int | None = _number(None, 1, 1024)
+    seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     """of requests that bring none: 0 draws theirs from the system, another number makes a fixed series of them"""
-    max_logprobs: int = 20
+    max_logprobs: int = _number(20, 0, 1 << 20)
     chat_template: str | None = None
     generation_config: str = "auto"
     download_dir: str | None = None
-    engine_restarts: int = 0
+    engine_restarts: int = _number(0, 0, 1000)
+
+    def verify(self) -> None:
+        _verify(self)
 
 
 @dataclass(frozen=True)
@@ -95,6 +156,7 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
 
     Raises UsageError naming flag, value, limit and fix.
     """
+    args.verify()
     if args.dtype not in DTYPES:
         raise UsageError(f"--dtype {args.dtype} is unknown", fix=f"one of {', '.join(DTYPES)}", param="dtype")
     max_model_len = facts.context_len if args.max_model_len is None else args.max_model_len
@@ -104,21 +166,6 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
             limit=f"{facts.context_len} tokens", fix="lower --max-model-len or leave it out", param="max_model_len",
         )  # fmt: skip
     max_num_seqs = args.max_num_seqs or 256
-    _at_least(
-        1, max_model_len=max_model_len, max_num_seqs=args.max_num_seqs, block_size=args.block_size,
-        threads=args.threads, max_num_batched_tokens=args.max_num_batched_tokens,
-        tensor_parallel_size=args.tensor_parallel_size, num_gpu_blocks_override=args.num_gpu_blocks_override,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-    )  # fmt: skip
-    utilization = args.gpu_memory_utilization
-    if utilization is not None and not 0 < utilization <= 1:
-        raise UsageError(
-            f"--gpu-memory-utilization {utilization} is out of range", limit="above 0, at most 1",
-            fix="give a fraction such as 0.9", param="gpu_memory_utilization",
-        )  # fmt: skip
-    _at_least(0, max_logprobs=args.max_logprobs, engine_restarts=args.engine_restarts)
-    if not -(1 << 63) <= args.seed < 1 << 63:
-        raise UsageError(f"--seed {args.seed} is out of range", limit="64 bits with a sign", fix="correct --seed")
     budget = args.max_num_batched_tokens or 2048
     if budget < max_num_seqs:
         if args.max_num_seqs is not None:
@@ -131,18 +178,11 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
     return EngineConfig(
         model=args.model, path=facts.path, device=args.device, dtype=DTYPES[args.dtype],
         max_model_len=max_model_len, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids,
-        block_size=args.block_size, gpu_memory_utilization=utilization,
+        block_size=args.block_size, gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes, num_gpu_blocks_override=args.num_gpu_blocks_override,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, tensor_parallel_size=args.tensor_parallel_size,
         threads=args.threads, seed=args.seed, max_model_len_asked=args.max_model_len is not None,
     )  # fmt: skip
-
-
-def _at_least(least: int, **values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not value >= least:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {value} is too small", limit=f"at least {least}", fix=f"raise {flag}", param=name)
 
 
 @dataclass(frozen=True)
@@ -150,25 +190,18 @@ class ServerArgs:
     """How the HTTP server listens and behaves; nothing here reaches the engine."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = _number(8000, 0, MAX_PORT)
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = _number(16 << 20, 1, 1 << 32)
     """a larger request body is answered 413"""
-    max_buffered_events: int = 4096
+    max_buffered_events: int = _number(4096, 1, 1 << 24)
     """token events held for a client that reads too slowly, before its request is aborted"""
-    shutdown_timeout_s: float = 30.0
+    shutdown_timeout_s: float = _number(30.0, 0, 86400, float)
     """after SIGTERM, how long running requests may take to finish"""
     log_requests: bool = False
     access_log: bool = False
     log_level: str = "info"
 
     def verify(self) -> None:
-        """Raises UsageError naming flag, value, limit and fix."""
-        if not 0 <= self.port <= MAX_PORT:
-            raise UsageError(
-                f"--port {self.port} is out of range", limit=f"0 to {MAX_PORT}",
-                fix="choose one within it (0: any that is free)", param="port",
-            )  # fmt: skip
-        _at_least(1, max_body_bytes=self.max_body_bytes, max_buffered_events=self.max_buffered_events)
-        _at_least(0, shutdown_timeout=self.shutdown_timeout_s)
+        _verify(self)

@@ -41,6 +41,7 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
 
     Raises ModelNotFound, BadModelFile, TemplateError or UsageError.
     """
+    args.verify()
     path = resolve_model(args.model, args.download_dir, _fetching(on_progress))
     with usable(args.model, "model"):
         checkpoint = open_checkpoint(path)

@@ -7,8 +7,10 @@ this table does not exist.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 import click
@@ -22,20 +24,16 @@ MAX_CONFIG_BYTES = 64 << 10
 """PyYAML needs seconds for a megabyte"""
 MAX_TEMPLATE_BYTES = 1 << 20
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"([+-]?\d{1,100}(?:\.\d{1,100})?(?:e\+?\d{1,2})?)([kmgKMG]?)", re.ASCII)
 
 
 def size(text: str | int) -> int:
     """A count with an optional suffix, read as vLLM does: 32k is 32,000 and 32K is 32,768. Raises BadParameter."""
-    text = str(text).strip()
-    factor = SUFFIXES.get(text[-1:], 1)
-    try:
-        number = float(text[:-1] if factor > 1 else text) * factor
-        whole = int(number)
-    except (ValueError, OverflowError):
-        number, whole = 0.5, 0
-    if number != whole:
+    found = _SIZE.fullmatch(str(text).strip())
+    count = Fraction(found[1]) * SUFFIXES.get(found[2], 1) if found else Fraction(1, 2)
+    if count.denominator != 1:
         raise click.BadParameter(f"{text} is not a whole number such as 4096, 32k (32,000) or 32K (32,768).")
-    return whole
+    return int(count)
 
 
 @dataclass(frozen=True)
@@ -174,13 +172,17 @@ def _config_value(where: str, setting: object, many: bool) -> str | list[str]:
 def collect(given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
     """The settings that a parsed command line asks for.
 
-    Raises UsageError for a chat template that is neither a file nor a template, and for an unknown device.
+    Raises UsageError for a chat template that is neither a file nor a template, an unknown device, and a value out of
+    range.
     """
     check_device(given.get("device") or "auto")
     if given.get("chat_template"):
         given = {**given, "chat_template": _chat_template(given["chat_template"])}
     given = {**given, "allowed_origins": _origins(given.get("allowed_origins") or ())}
-    return _make(EngineArgs, given), _make(ServerArgs, given)
+    engine_args, server_args = _make(EngineArgs, given), _make(ServerArgs, given)
+    engine_args.verify()
+    server_args.verify()
+    return engine_args, server_args
 
 
 def _make(owner: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ def test_ports_that_there_are_not(port, capsys):
 ])  # fmt: skip
 @pytest.mark.parametrize("value", [-1, -RNG.randint(2, 1 << 40), float("nan")])
 def test_server_settings_that_cannot_be(field, flag, value):
-    with pytest.raises(UsageError, match=f"^{flag} {value} is too small"):
+    with pytest.raises(UsageError, match=f"^{flag} {value} is out of range"):
         ServerArgs(**{field: value}).verify()
 
 
