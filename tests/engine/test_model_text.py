@@ -61,7 +61,7 @@ def test_a_tokenizer_with_far_fewer_tokens_is_told(model, tokenizer, caplog):
     assert f"has 79 token ids, and the model knows {tiny.VOCAB}" in record.getMessage()
 
 
-@pytest.mark.parametrize("ranks", [3, 1_000_000, 1 << 60])
+@pytest.mark.parametrize("ranks", [3, 24, 64])
 def test_ranks_that_cannot_share_the_model(model, tokenizer, ranks):
     with pytest.raises(UsageError, match=f"--tensor-parallel-size {ranks} does not divide .*fix: use 1 or 2$"):
         prepare(args(model, tokenizer(100), tensor_parallel_size=ranks), None)
