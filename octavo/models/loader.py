@@ -11,7 +11,7 @@ from octavo.backends.base import Device, allocating
 from octavo.backends.reference import PackedLinear
 from octavo.config import GIB
 from octavo.dist.group import SINGLE, Group
-from octavo.errors import NotEnoughMemory
+from octavo.errors import BadModelFile, NotEnoughMemory
 from octavo.models.checkpoint import Checkpoint
 from octavo.models.decoder import Decoder
 from octavo.models.parameters import Parameter, Part
@@ -34,7 +34,8 @@ def load_model(
 ) -> Decoder:
     """The checkpoint's model with weights in `dtype`; positions below `max_positions` (all when None) can be used.
 
-    Raises UsageError if the ranks cannot share the model evenly, NotEnoughMemory if its weights do not fit.
+    Raises UsageError if the ranks cannot share the model evenly, NotEnoughMemory if its weights do not fit,
+    BadModelFile if one of them is no number.
     """
     spec = checkpoint.spec
     check_divisible(spec, group.size)
@@ -123,7 +124,9 @@ class _CheckpointWeights:
         first = 0
         for part in parameter.parts:
             count = self._share(parameter, part)[0]
-            self._read_part(out[first : first + count], parameter, part)
+            rows_of_part = out[first : first + count]
+            self._read_part(rows_of_part, parameter, part)
+            self._check_finite(rows_of_part, part)
             first += count
             self.done_bytes += self.checkpoint.tensors[part.tensor].nbytes
         if self.progress is not None:
@@ -144,6 +147,18 @@ class _CheckpointWeights:
         if filled:
             read_into(out[:filled], self.checkpoint.rows(part.tensor, start, start + filled), kind)
         out[filled:].zero_()
+
+    def _check_finite(self, values: Tensor, part: Part) -> None:
+        """Raises BadModelFile naming the tensor: one such number makes every answer that it touches nonsense.
+
+        A sum takes 10 ms for SmolLM2, 2% of its load on 2 cores. Asking each number, which tells an overflow of the
+        sum apart, takes far longer.
+        """
+        if not values.sum().isfinite() and not values.isfinite().all():
+            raise BadModelFile(
+                f"{self.checkpoint.path}: tensor {part.tensor!r} holds NaN, infinity, or more than "
+                f"{str(self.dtype).removeprefix('torch.')} can", fix="fetch or convert the model again",
+            )  # fmt: skip
 
 
 def _check_memory(weights: _CheckpointWeights, device: Device) -> None:

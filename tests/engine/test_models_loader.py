@@ -1,5 +1,7 @@
 """Loading: progress, bytes held, and weights that do not fit."""
 
+import random
+
 import pytest
 import torch
 
@@ -58,3 +60,25 @@ def test_bytes_of_quantized_files_are_counted_as_stored(tmp_path):
 def test_type_that_no_reader_knows():
     with pytest.raises(BadModelFile, match="weights of type IQ2_XXS; limit: F32, F16, BF16, Q4_0, "):
         read_into(torch.empty(256), torch.zeros(66, dtype=torch.uint8).numpy(), "IQ2_XXS")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3.4e38])
+def test_weights_that_are_no_numbers_are_named(tmp_path, value):
+    """The last overflows in bfloat16."""
+    rng = random.Random(f"{SEED}/{value}")
+    model = random_model("qwen2", SEED)
+    name, parameter = rng.choice(list(model.named_parameters()))
+    place = rng.randrange(parameter.numel())
+    parameter.data.view(-1)[place] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(BadModelFile, match=f"tensor '{name}' holds NaN, infinity, or more than bfloat16 can"):
+        load_model(open_checkpoint(tmp_path), reference_device(), torch.bfloat16)
+    if value == 3.4e38:
+        load_model(open_checkpoint(tmp_path), reference_device(), torch.float32)
+
+
+def test_numbers_whose_sum_overflows_are_no_fault(tmp_path):
+    model = random_model("llama", SEED)
+    model.model.embed_tokens.weight.data[:] = 3e38
+    model.save_pretrained(tmp_path)
+    load_model(open_checkpoint(tmp_path), reference_device(), torch.float32)
