@@ -59,8 +59,8 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    sampled: list[Sampled]
-    """one for each chunk with `sample`, in the plan's order"""
+    sampled: list[Sampled | None]
+    """one for each chunk with `sample`, in the plan's order; None where the model's output was NaN or infinite"""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     """by sequence id: of the prompt tokens after each of the chunk's tokens"""
 

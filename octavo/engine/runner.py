@@ -61,11 +61,14 @@ class Runner:
         sampling = np.flatnonzero(np.fromiter((c.sample for c in chunks), bool, len(chunks)))
         if not len(sampling):
             return StepResult([], prompt_logprobs)
-        logits = self._model.logits(hidden[self._device.upload(torch.from_numpy(last_tokens[sampling]))])
+        hidden = hidden[self._device.upload(torch.from_numpy(last_tokens[sampling]))]
+        logits = self._model.logits(hidden)
         if self._rank != 0:
             return StepResult([], {})
         positions = np.fromiter((chunks[i].end for i in sampling), np.int64, len(sampling))
-        return StepResult(self._sampler.sample(logits, rows[sampling], positions), prompt_logprobs)
+        sampled = self._sampler.sample(logits, rows[sampling], positions)
+        usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).tolist()
+        return StepResult([s if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
 
     def _learn(self, new: NewSequence) -> None:
         try:

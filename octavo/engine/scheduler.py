@@ -221,6 +221,8 @@ class Scheduler:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
             if token is not None:
                 events.append(self._append(sequence, token))
+            elif chunk.sample:
+                events.append(self._finish(sequence, "error", error=_not_a_number(sequence)))
         self.stats.steps += 1
         self.stats.last_step_tokens = plan.num_tokens
         return events
@@ -319,6 +321,13 @@ class Scheduler:
 
 def _key(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
+
+
+def _not_a_number(sequence: Sequence) -> OctavoError:
+    return OctavoError(
+        f"the model's output after {sequence.num_tokens} tokens is NaN or infinite",
+        fix="check the model's files, or compute in another --dtype",
+    )
 
 
 def _seed_source(seed: int) -> Callable[[], int]:

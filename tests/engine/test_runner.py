@@ -216,3 +216,27 @@ def test_on_the_kernels_the_company_changes_not_one_bit(llama, rng):
         assert [e.logprobs for e in alone] == [e.logprobs for e in crowded], f"{SAY_SEED}, {shape}"
         assert alone[0].prompt_logprobs == crowded[0].prompt_logprobs, f"{SAY_SEED}, {shape}"
         assert ("blocks" in shape) == (engine.scheduler.stats.preemptions > 0)
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_a_sequence_whose_numbers_overflow_fails_alone(llama, rng, device):
+    """Also while others share its steps, and when others get its blocks, where its NaNs still lie."""
+    engine = LocalEngine(llama, device_name=device, page_size=16, blocks=24)
+    good = prompts(rng, 6)
+    asked = [request(str(i), p, temperature=1.0, seed=i, logprobs=2) for i, p in enumerate(good)]
+    expected = engine.run(*asked)
+    harmless = {token for p in good for token in p} | {token for (e,) in expected.values() for token in tokens_of(e)}
+    poison = rng.choice(sorted(set(range(VOCAB)) - harmless))
+    engine.runner._model.embed.table[poison] = rng.choice([float("nan"), float("inf"), -float("inf")])
+    broken = [request(f"bad {i}", [*p[:-1], poison], n=2, temperature=1.0) for i, p in enumerate(good)]
+    answers = engine.run(*(one for pair in zip(broken, asked, strict=True) for one in pair))
+    for one in broken:
+        for (event,) in answers[one.request_id]:
+            assert (event.finish_reason, event.token_ids) == ("error", [])
+            assert "is NaN or infinite" in event.error["cause"]
+    again = engine.run(*asked)
+    for name, ((events,), (alone,)) in {n: (again[n], expected[n]) for n in expected}.items():
+        mixed = answers[name][0]
+        assert tokens_of(mixed) == tokens_of(alone), SAY_SEED
+        assert tokens_of(events) == tokens_of(alone), SAY_SEED
+    assert engine.scheduler.blocks.num_used == 0
