@@ -56,6 +56,8 @@ class RankExecutor:
         budget, reason = kv_budget(config, worker.device, config.tensor_parallel_size)
         budget = min(budget, worker.least(worker.device.memory()[1]))
         sizing = size_kv(config, worker.device, worker.model.kv_groups, worker.dtype, budget, reason)
+        if sizing.warning:
+            log.warning("%s", sizing.warning)
         self.layout = sizing.layout
         prepare = Prepare(sizing.layout.page_size, sizing.layout.num_blocks, sizing.max_model_len)
         self._tell(prepare)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +12,6 @@ from octavo.backends.kv import KVGroup
 from octavo.config import GIB, EngineConfig
 from octavo.engine.pages import KVLayout, peak_blocks
 from octavo.errors import NotEnoughMemory, UsageError
-
-log = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 4 * GIB
 CPU_KV_SHARE = 0.5
@@ -29,6 +26,8 @@ class Sizing:
     max_model_len: int
     kv_cache_bytes: int
     """of one rank"""
+    warning: str | None
+    """to be told to the user, where the context had to be cut"""
 
 
 def choose_page_size(config: EngineConfig, device: Device) -> int:
@@ -62,7 +61,7 @@ def size_kv(
 ) -> Sizing:
     """Cuts `budget` bytes into blocks, never more than `max_num_seqs` longest sequences need.
 
-    The context shrinks, with a warning, where memory is short and the user did not name a length. Raises
+    The context shrinks, and `warning` says so, where memory is short and the user did not name a length. Raises
     NotEnoughMemory where they did, or where not even one block fits.
     """
     page_size = choose_page_size(config, device)
@@ -90,7 +89,7 @@ def size_kv(
             f"not one KV block of {page_size} tokens fits: it needs {cost(1)} bytes",
             limit=f"{budget} bytes ({reason})", fix=KNOBS,
         )  # fmt: skip
-    max_model_len = config.max_model_len
+    max_model_len, warning = config.max_model_len, None
     if blocks < longest:
         if config.max_model_len_asked:
             raise NotEnoughMemory(
@@ -99,12 +98,12 @@ def size_kv(
                 limit=f"{blocks} blocks, {_gib(budget)} ({reason})", fix=KNOBS,
             )  # fmt: skip
         max_model_len = blocks * page_size
-        log.warning(
-            "the context is cut from %d to %d tokens: %d KV blocks fit into %s (%s); to change it: %s",
-            config.max_model_len, max_model_len, blocks, _gib(budget), reason, KNOBS,
-        )  # fmt: skip
+        warning = (
+            f"the context is cut from {config.max_model_len} to {max_model_len} tokens: {blocks} KV blocks fit into "
+            f"{_gib(budget)} ({reason}); to change it: {KNOBS}"
+        )
     layout = KVLayout(page_size, tuple(g.spec for g in groups), split(blocks))
-    return Sizing(layout, max_model_len, cost(blocks))
+    return Sizing(layout, max_model_len, cost(blocks), warning)
 
 
 def _most(high: int, cost: Callable[[int], int], budget: int) -> int:

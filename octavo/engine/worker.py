@@ -18,15 +18,18 @@ import msgspec
 import torch
 
 from octavo.backends.base import Device, open_device
+from octavo.backends.kv import group_layers
 from octavo.config import EngineConfig
 from octavo.dist.group import SINGLE, Group
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult
 from octavo.engine.process import log_to_stderr, read_frame, read_settings
 from octavo.engine.runner import Runner
+from octavo.engine.sizing import kv_budget, size_kv
 from octavo.errors import OctavoError, UsageError
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.loader import load_model
+from octavo.models.spec import DecoderSpec, check_divisible
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +45,18 @@ class Prepare(msgspec.Struct, array_like=True):
 
 
 class Worker:
-    """Load (`__init__`), `prepare`, then `run` plans. Raises typed errors when the model cannot be loaded."""
+    """Load (`__init__`), `prepare`, then `run` plans. Raises typed errors when the model cannot be loaded.
+
+    What can be refused without reading weights, which may take minutes, is refused before.
+    """
 
     def __init__(self, config: EngineConfig, rank: int, directory: str, progress: Progress | None = None) -> None:
         self.config, self.rank = config, rank
         self.device, self.dtype = choose_device(config, rank)
-        self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
         checkpoint = open_checkpoint(Path(config.path))
+        if rank == 0:
+            _check_kv(config, checkpoint.spec, self.device, self.dtype)
+        self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
         self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
 
     def least(self, value: int) -> int:
@@ -66,6 +74,14 @@ class Worker:
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._runner.run(plan)
+
+
+def _check_kv(config: EngineConfig, spec: DecoderSpec, device: Device, dtype: torch.dtype) -> None:
+    """Raises what `size_kv` will raise once the weights have taken their memory, where that is certain by now."""
+    ranks = config.tensor_parallel_size
+    check_divisible(spec, ranks)
+    groups = group_layers(spec.kv_specs(spec.num_kv_heads // ranks))
+    size_kv(config, device, groups, dtype, *kv_budget(config, device, ranks))
 
 
 def choose_device(config: EngineConfig, rank: int) -> tuple[Device, torch.dtype]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -74,12 +73,12 @@ def test_windows_take_what_they_reach():
     assert size.layout.num_blocks == (40, 4 * 5), "32 + 32 - 2 positions touch at most 5 blocks"
 
 
-def test_too_little_memory_cuts_the_context_or_says_why(caplog):
+def test_too_little_memory_cuts_the_context_or_says_why():
     few = {"kv_cache_memory_bytes": 5 * 2 * BLOCK_BYTES}
-    with caplog.at_level(logging.WARNING):
-        size = sizing(config(**few))
+    size = sizing(config(**few))
     assert (size.max_model_len, size.layout.num_blocks) == (80, (5,))
-    assert "from 160 to 80 tokens" in caplog.text
+    assert "from 160 to 80 tokens" in size.warning
+    assert sizing(config()).warning is None
     with pytest.raises(NotEnoughMemory, match=r"--max-model-len 160 needs 10 KV blocks.*limit: 5 blocks.*fix: lower"):
         sizing(config(max_model_len_asked=True, **few))
     with pytest.raises(NotEnoughMemory, match="not one KV block of 16 tokens"):
@@ -158,3 +157,21 @@ async def test_a_model_that_cannot_be_loaded_is_a_typed_error(llama, tmp_path):
     moved = EngineConfig(**{**broken.to_dict(), "path": str(tmp_path / "gone")})
     with pytest.raises(BadModelFile, match="gone"):
         await EngineClient.start(moved)
+
+
+@pytest.mark.parametrize(("settings", "error", "says"), [
+    ({"device": "cpu", "block_size": 7}, UsageError, "--block-size 7.*multiple of 16"),
+    ({"kv_cache_memory_bytes": 10}, NotEnoughMemory, "not one KV block"),
+    ({"kv_cache_memory_bytes": 1 << 13, "max_model_len": 200}, NotEnoughMemory, "--max-model-len 200 needs"),
+    ({"num_gpu_blocks_override": 1 << 30}, NotEnoughMemory, "override 1073741824 needs"),
+    ({"tensor_parallel_size": 7}, UsageError, "--tensor-parallel-size 7 does not divide"),
+    ({"kv_cache_memory_bytes": None, "gpu_memory_utilization": 1e-9}, NotEnoughMemory, "not one KV block"),
+])  # fmt: skip
+async def test_settings_that_cannot_work_are_refused_once_and_before_weights_are_read(
+    llama, capfd, settings, error, says
+):
+    seen = []
+    with pytest.raises(error, match=says):
+        await EngineClient.start(config_for(llama, **settings), seen.append)
+    assert seen == []
+    assert capfd.readouterr().err == ""
