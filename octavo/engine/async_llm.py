@@ -65,7 +65,7 @@ class AsyncLLM:
             await self._client.shutdown()
             while restarts:
                 restarts -= 1
-                log.error("%s; starting it again, %d restarts left", error, restarts)
+                log.error("%s; starting it again, restarts left: %d", error, restarts)
                 try:
                     self._client = await EngineClient.start(self.config, max_buffered_events=self._max_buffered_events)
                     break

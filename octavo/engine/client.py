@@ -43,6 +43,8 @@ from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, UsageError, from_wire, to_wire
 
 ENGINE_PROGRAM = (sys.executable, "-m", "octavo.engine.core")
+END_S = 5.0
+"""how long an engine may take to end once nobody wants it any more"""
 
 
 class EngineClient:
@@ -176,6 +178,7 @@ class EngineClient:
                 self._child.kill()
                 await self._died.wait()
             self._child.close()
+            await asyncio.to_thread(self._child.wait, END_S)  # it may have told us why it ends before it has
         if self._owns_engine:
             remove_directory(self.directory)
         await self.close()

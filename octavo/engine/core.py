@@ -208,10 +208,12 @@ def run_engine(start_executor: StartExecutor) -> int:
         engine.run()
         return 0
     except Exception as err:
-        error = err if isinstance(err, OctavoError) else OctavoError(f"the engine broke: {err!r}")
-        log.error("%s", error, exc_info=None if error is err and err.__cause__ is None else err)
-        if executor is None:
-            links.fail(error)
+        kind = OctavoError if executor is None else EngineDead
+        error = err if isinstance(err, kind) else kind(f"the engine broke: {err!r}")
+        if error is not err:
+            log.error("the engine broke", exc_info=err)
+        if not links.fail(error):
+            log.error("%s", error)
         return error.exit_code
     finally:
         if executor is not None:

@@ -135,7 +135,7 @@ class Links:
             pass
         return False
 
-    # -- while starting ------------------------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------------------------------
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Tells everyone how far the start is, a few times a second."""
@@ -155,13 +155,17 @@ class Links:
         for client_id in self.links:
             self.send(client_id, Ready(facts))
 
-    def fail(self, error: OctavoError) -> None:
-        """Tells everyone that the engine cannot start; waits for the first client if it is not here yet."""
+    def fail(self, error: OctavoError) -> bool:
+        """Tells everyone why the engine ends, so that they can say so; False when nobody is here.
+
+        One that cannot even start waits for its first client.
+        """
         give_up = time.monotonic() + FIRST_HELLO_S
-        while not self.links and time.monotonic() < give_up:
+        while self._facts is None and not self.links and time.monotonic() < give_up:
             self.receive(0.1)
         for client_id in self.links:
             self.send(client_id, Failed(to_wire(error)))
+        return bool(self.links)
 
     def close(self) -> None:
         """Returns once what was sent is delivered, or after two seconds."""

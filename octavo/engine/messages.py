@@ -91,7 +91,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The engine cannot start; it exits after this."""
+    """The engine cannot start, or cannot go on; it exits after this."""
 
     error: dict[str, Any]
 
