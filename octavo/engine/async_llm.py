@@ -36,11 +36,8 @@ class AsyncLLM:
         self.args, self.config, self.tokenizer, self.template = args, model.config, model.tokenizer, model.template
         self.model_names = args.served_model_name or (args.model,)
         self.default_params = model.default_params
-        self.on_stats: Callable[[Stats], None] = lambda _: None
-        """told of the engine's stats whenever they come with tokens of a new step"""
         self._client, self._max_buffered_events = client, max_buffered_events
         self._text_work = TextWork(model.tokenizer)
-        self._last_step = 0
         self._numbers = itertools.count()
         self._dead: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.ensure_future(self._keep_alive(args.engine_restarts))
@@ -177,7 +174,6 @@ class AsyncLLM:
         choices = [ChoiceText(self.tokenizer, sampling, request.prompt_token_ids) for _ in range(sampling.n)]
         async with aclosing(client.generate(request)) as batches:
             async for events in batches:
-                self._note_step(client.stats)
                 deltas = []
                 for event in events:
                     if event.error is not None:
@@ -191,11 +187,6 @@ class AsyncLLM:
                     yield deltas
                 if not any(choice.open for choice in choices):
                     return
-
-    def _note_step(self, stats: Stats) -> None:
-        if stats.steps != self._last_step:
-            self._last_step = stats.steps
-            self.on_stats(stats)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None

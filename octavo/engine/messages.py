@@ -75,7 +75,11 @@ class Stats(msgspec.Struct, omit_defaults=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    last_step_tokens: int = 0
+    step_tokens: int = 0
+    """computed by all steps together"""
+    steps_by_tokens: list[int] = []
+    """steps of up to 1, 8, 16, … tokens (`wire.metric_names.ITERATION_BUCKETS`) and of more than the last, each step
+    counted once"""
 
 
 class Progress(msgspec.Struct, tag="progress"):

@@ -21,6 +21,7 @@ from octavo.engine.plan import Chunk, Sampled, StepPlan, StepResult
 from octavo.engine.sequence import Sequence
 from octavo.engine.types import SEED_BITS, Request, TokenEvent
 from octavo.errors import InvalidRequest, OctavoError, Overloaded, to_wire
+from octavo.wire.metric_names import ITERATION_BUCKETS
 
 MAX_WAITING = 16384
 """sequences waiting, beyond which new requests are refused"""
@@ -46,7 +47,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.paused_clients: frozenset[str] = frozenset()
         """their sequences are not scheduled, and are the first to give up blocks; set by the core"""
-        self.stats = Stats(blocks_total=self.blocks.num_blocks)
+        self.stats = Stats(blocks_total=self.blocks.num_blocks, steps_by_tokens=[0] * (len(ITERATION_BUCKETS) + 1))
         self._draw_seed = _seed_source(seed)
         self._next_id = 0
         self._sequences: dict[int, Sequence] = {}
@@ -224,7 +225,8 @@ class Scheduler:
             elif chunk.sample:
                 events.append(self._finish(sequence, "error", error=_not_a_number(sequence)))
         self.stats.steps += 1
-        self.stats.last_step_tokens = plan.num_tokens
+        self.stats.step_tokens += plan.num_tokens
+        self.stats.steps_by_tokens[bisect_left(ITERATION_BUCKETS, plan.num_tokens)] += 1
         return events
 
     def fail(self, plan: StepPlan, error: OctavoError, sequence_id: int | None = None) -> Events:

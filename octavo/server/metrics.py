@@ -9,10 +9,12 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.outputs import ChoiceDelta
@@ -58,7 +60,16 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self.labels, count)
             yield counter
+        yield self._iteration_tokens(stats)
         yield self._cache_config()
+
+    def _iteration_tokens(self, stats: Stats) -> Metric:
+        """Counted by the engine, as it sends no message after a step that made no token."""
+        bounds = [*map(floatToGoString, names.ITERATION_BUCKETS), "+Inf"]
+        counts = list(accumulate(stats.steps_by_tokens)) or [0] * len(bounds)
+        histogram = HistogramMetricFamily(names.ITERATION_TOKENS, "Tokens computed in a step.", labels=LABELS)
+        histogram.add_metric(self.labels, list(zip(bounds, counts, strict=True)), stats.step_tokens)
+        return histogram
 
     def _cache_config(self) -> Metric:
         facts = self.facts()
@@ -92,7 +103,6 @@ class Metrics:
         self.max_generation_tokens = self._histogram(names.REQUEST_MAX_GENERATION_TOKENS, lengths)
         self.params_n = self._histogram(names.REQUEST_PARAMS_N, names.N_BUCKETS)
         self.params_max_tokens = self._histogram(names.REQUEST_PARAMS_MAX_TOKENS, lengths)
-        self.iteration_tokens = self._histogram(names.ITERATION_TOKENS, names.ITERATION_BUCKETS)
         self._finished = Counter(
             names.REQUEST_SUCCESS, "Finished choices.", [*LABELS, "finished_reason"], registry=self.registry
         )
@@ -128,11 +138,6 @@ class Metrics:
             self._unknown_seen.add(name)
         self._unknown.labels(name if name in self._unknown_seen else "other").inc()
         return first
-
-    def step(self, stats: Stats) -> None:
-        """To be told of each step's stats as they arrive."""
-        if stats.last_step_tokens:
-            self.iteration_tokens.observe(stats.last_step_tokens)
 
     def finished(self, reason: str) -> None:
         self._finished.labels(self._model, "0", reason).inc()

@@ -37,7 +37,6 @@ class Serving:
     def __init__(self, llm: AsyncLLM, args: ServerArgs) -> None:
         self.llm, self.args = llm, args
         self.metrics = Metrics(llm.model_names[0], llm.config.max_model_len, lambda: llm.stats, lambda: llm.facts)
-        llm.on_stats = self.metrics.step
         self.started = int(time.time())
         self.draining = False
         self.open_requests = 0

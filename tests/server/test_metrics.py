@@ -32,15 +32,17 @@ def values(metrics: Metrics) -> dict[str, float]:
 
 def test_engine_stats_appear_under_vllms_names():
     stats = Stats(steps=7, running=2, waiting=3, blocks_used=4, blocks_total=16, preemptions=1, prompt_tokens=50,
-                  generation_tokens=9, last_step_tokens=12)  # fmt: skip
+                  generation_tokens=9, step_tokens=59,
+                  steps_by_tokens=[2, 4, 0, 0, 1] + [0] * 9)  # fmt: skip
     metrics = make(stats)
-    metrics.step(stats)
     shown = values(metrics)
     expected = {
         "vllm:num_requests_running": 2, "vllm:num_requests_waiting": 3, "vllm:kv_cache_usage_perc": 0.25,
         "vllm:num_preemptions_total": 1, "vllm:prompt_tokens_total": 50, "vllm:generation_tokens_total": 9,
         "octavo:engine_steps_total": 7, "octavo:kv_blocks_used": 4, "octavo:kv_blocks_total": 16,
-        "vllm:iteration_tokens_total_sum": 12, "vllm:iteration_tokens_total_count": 1,
+        "vllm:iteration_tokens_total_sum": 59, "vllm:iteration_tokens_total_count": 7,
+        "vllm:iteration_tokens_total_bucket{le=1.0}": 2, "vllm:iteration_tokens_total_bucket{le=32.0}": 6,
+        "vllm:iteration_tokens_total_bucket{le=64.0}": 7,
     }  # fmt: skip
     assert {name: shown[name] for name in expected} == expected
     assert any(name.startswith("vllm:cache_config_info{") and "num_gpu_blocks=10" in name for name in shown)
