@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo.engine.types import SamplingParams
-from octavo.errors import BadModelFile, InvalidRequest, UsageError
+from octavo.errors import BadModelFile, InvalidRequest
 
 DEFAULTS = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -17,15 +17,8 @@ DEFAULTS = {
 """keys of a model's generation_config.json that become default sampling parameters, as in vLLM"""
 
 
-def default_params(source: str, generation_config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """What a request that says nothing gets. `source` is "auto" (the model's own) or "vllm" (none).
-
-    Raises UsageError, or BadModelFile when the model's own are no valid parameters.
-    """
-    if source not in ("auto", "vllm"):
-        raise UsageError(f"--generation-config {source} is unknown", fix="auto or vllm", param="generation_config")
-    if source == "vllm":
-        return {}
+def default_params(generation_config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """What a request that says nothing gets. Raises BadModelFile for what are no valid parameters."""
     named = {ours: generation_config.get(theirs) for theirs, ours in DEFAULTS.items()}
     params = {name: value for name, value in named.items() if value is not None}
     try:

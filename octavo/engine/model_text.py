@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,9 +14,9 @@ from octavo.config import EngineArgs, EngineConfig, resolve
 from octavo.engine.admission import default_params
 from octavo.engine.messages import Progress
 from octavo.errors import BadModelFile, UsageError
-from octavo.formats.text_file import as_path, usable
+from octavo.formats.text_file import as_path, shown, usable
 from octavo.hub.resolve import resolve_model
-from octavo.models.checkpoint import open_checkpoint
+from octavo.models.checkpoint import GENERATION_CONFIG, Checkpoint, open_checkpoint
 from octavo.models.spec import check_divisible
 from octavo.text.chat_template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer, load_tokenizer
@@ -45,13 +45,14 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     path = resolve_model(args.model, args.download_dir, _fetching(on_progress))
     with usable(args.model, "model"):
         checkpoint = open_checkpoint(path)
+    checkpoint = _with_generation_config(checkpoint, args.generation_config)
     config = resolve(args, checkpoint.facts())
     check_divisible(checkpoint.spec, config.tensor_parallel_size)
     source = as_path(args.tokenizer, "tokenizer") if args.tokenizer else path
     with usable(args.tokenizer or args.model, "tokenizer"):
         tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, source)
-    defaults = default_params(args.generation_config, checkpoint.generation_config, config.vocab_size)
+    defaults = default_params(checkpoint.generation_config, config.vocab_size)
     return LoadedModel(config, tokenizer, _template(args, tokenizer), defaults)
 
 
@@ -74,6 +75,22 @@ def _fetching(on_progress: OnProgress | None) -> Callable[[str, int, int], None]
     if on_progress is None:
         return None
     return lambda stage, done, total: on_progress(Progress(stage, done, total))
+
+
+def _with_generation_config(checkpoint: Checkpoint, source: str) -> Checkpoint:
+    """`source` is "auto" (the model's own sampling defaults), "vllm" (none), or a folder that has others."""
+    if source == "auto":
+        return checkpoint
+    if source == "vllm":
+        return replace(checkpoint, generation_config={})
+    folder = as_path(source, "generation_config")
+    with usable(source, "generation_config"):
+        if (folder / GENERATION_CONFIG).is_file():
+            return checkpoint.with_generation_config(folder)
+    raise UsageError(
+        f"--generation-config {shown(source)}: no {GENERATION_CONFIG} is there",
+        fix="auto (the model's own), vllm (none), or a folder that holds one", param="generation_config",
+    )  # fmt: skip
 
 
 def _template(args: EngineArgs, tokenizer: Tokenizer) -> ChatTemplate | None:

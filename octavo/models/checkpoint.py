@@ -6,7 +6,7 @@ Opening reads headers only, and compares every tensor with what the config asks 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from octavo.models.registry import architecture_of_gguf, family_of
 from octavo.models.spec import ConfigReader, DecoderSpec
 
 MAX_JSON_BYTES = 16 << 20
+GENERATION_CONFIG = "generation_config.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -51,6 +52,16 @@ class Checkpoint:
 
     def facts(self) -> ModelFacts:
         return ModelFacts(str(self.path), self.spec.context_len, self.spec.vocab_size, self.eos_token_ids)
+
+    def with_generation_config(self, folder: Path) -> Checkpoint:
+        """With the generation_config.json of another folder; its end-of-sequence tokens are added to those known.
+
+        Raises BadModelFile.
+        """
+        config, eos = _read_generation_config(folder)
+        _check_eos(eos, self.spec.vocab_size, str(folder))
+        unique = tuple(dict.fromkeys(eos + self.eos_token_ids))
+        return replace(self, generation_config=config, eos_token_ids=unique)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Rows of a tensor as bytes of its own type: uint8 [stop - start, bytes a row], in Hugging Face order.
@@ -105,11 +116,27 @@ def _open_directory(path: Path) -> Checkpoint:
     pickles = [p for p in sorted(path.iterdir()) if p.suffix in _PICKLES]
     if pickles and not any(path.glob("*.safetensors*")):
         raise _pickle(pickles[0])
-    generation = path / "generation_config.json"
-    generation_config = _read_json(generation) if generation.exists() else {}
+    generation_config: dict[str, Any] = {}
+    generation_eos: tuple[int, ...] = ()
+    if (path / GENERATION_CONFIG).exists():
+        generation_config, generation_eos = _read_generation_config(path)
     stored = {name: StoredTensor(file, name) for file in read_checkpoint_files(path) for name in file.tensors}
-    eos = _ids(generation_config, str(generation)) + _ids(config, source)
+    eos = generation_eos + _ids(config, source)
     return _checkpoint(path, config, generation_config, eos, stored, source)
+
+
+def _read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The settings, and the end-of-sequence tokens among them."""
+    config = _read_json(folder / GENERATION_CONFIG)
+    return config, _ids(config, str(folder / GENERATION_CONFIG))
+
+
+def _check_eos(eos_token_ids: tuple[int, ...], vocab_size: int, source: str) -> None:
+    for token in eos_token_ids:
+        if not 0 <= token < vocab_size:
+            raise BadModelFile(
+                f"{source}: end-of-sequence token {token}", limit=f"vocabulary of {vocab_size}", fix=_OWN
+            )
 
 
 _OWN = "use the model's own file"
@@ -149,11 +176,7 @@ def _checkpoint(
     reader = ConfigReader(config, source)
     spec = family.spec(reader)
     reader.finish()
-    for token in eos_token_ids:
-        if not 0 <= token < spec.vocab_size:
-            raise BadModelFile(
-                f"{source}: end-of-sequence token {token}", limit=f"vocabulary of {spec.vocab_size}", fix=_OWN
-            )
+    _check_eos(eos_token_ids, spec.vocab_size, source)
     tensors = {name: s.file.tensors[s.name] for name, s in stored.items()}
     parameters = expected_parameters(spec, family.weights)
     check_tensors(parameters, tensors, spec.tie_embeddings, str(path))

@@ -55,6 +55,15 @@ def finish(scheduler, runner, limit=2000) -> dict[tuple[str, int], list[TokenEve
     raise AssertionError("the scheduler does not come to an end")
 
 
+def test_steps_are_counted_by_their_tokens_also_those_of_prefill_only():
+    scheduler, runner = build(budget=9, length=40)
+    scheduler.add(request(prompt=range(20)), 0.0)
+    finish(scheduler, runner)
+    stats = scheduler.snapshot()
+    assert stats.steps_by_tokens == [4, 1, 2, *[0] * 11], "four of 1 token, one of 2, and two of 9"
+    assert (stats.steps, stats.step_tokens) == (7, 24)
+
+
 def tokens_of(events):
     assert [e.finish_reason for e in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1].finish_reason is not None

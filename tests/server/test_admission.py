@@ -8,24 +8,22 @@ import pytest
 
 from octavo.engine import admission
 from octavo.engine.types import SamplingParams
-from octavo.errors import BadModelFile, InvalidRequest, UsageError
+from octavo.errors import BadModelFile, InvalidRequest
 from tests.matrix import SEED
 
 RNG = random.Random(f"{SEED}/admission")
 
 
-def test_defaults_come_from_the_model_unless_told_otherwise():
+def test_defaults_come_from_the_models_generation_config():
     config = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 99, "do_sample": True, "top_k": None}
-    assert admission.default_params("auto", config, 100) == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 99}
-    assert admission.default_params("vllm", config, 100) == {}
-    with pytest.raises(UsageError, match="folder"):
-        admission.default_params("folder", config, 100)
+    assert admission.default_params(config, 100) == {"temperature": 0.6, "top_p": 0.9, "max_tokens": 99}
+    assert admission.default_params({}, 100) == {}
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", "hot"), ("top_p", 7), ("max_new_tokens", -1)])
 def test_a_model_with_impossible_defaults_is_named(name, value):
     with pytest.raises(BadModelFile, match="generation_config"):
-        admission.default_params("auto", {name: value}, 100)
+        admission.default_params({name: value}, 100)
 
 
 @pytest.mark.parametrize(("name", "value"), [
