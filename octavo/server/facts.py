@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 import octavo
+from octavo.engine.admission import DEFAULTS
+from octavo.engine.types import SamplingParams
 from octavo.errors import InvalidRequest, Overloaded
 from octavo.server.replies import json_response
 from octavo.server.serving import Serving
@@ -33,8 +38,18 @@ async def version(serving: Serving, request: Request) -> Response:
             "dtype": known.dtype, "kernels": known.kernels, "max_model_len": known.max_model_len,
             "block_size": known.block_size, "num_blocks": known.num_blocks, "weights_bytes": known.weights_bytes,
             "kv_cache_bytes": known.kv_cache_bytes, "load_seconds": round(known.load_seconds, 3),
+            "default_sampling": default_sampling(serving.llm.default_params),
         }
     )  # fmt: skip
+
+
+def default_sampling(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request gets that says nothing: the model's own values over the general ones.
+
+    `max_tokens` is among them only where the model names it, since its general value is each route's own.
+    """
+    params = msgspec.structs.asdict(SamplingParams(**own))
+    return {name: params[name] for name in DEFAULTS.values() if name != "max_tokens" or name in own}
 
 
 async def metrics(serving: Serving, request: Request) -> Response:

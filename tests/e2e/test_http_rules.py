@@ -59,6 +59,12 @@ def test_probes_and_the_page_need_no_key(guarded, path):
     assert guarded.call("GET", path)[0] == 200
 
 
+def test_version_tells_the_default_sampling_values(guarded):
+    found = json.loads(guarded.call("GET", "/version")[2])["default_sampling"]
+    assert set(found) - {"max_tokens"} == {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    assert all(isinstance(value, (int, float)) for value in found.values())
+
+
 def test_a_body_over_the_limit_is_413_however_it_comes(guarded):
     fits = json.dumps(COMPLETION).encode().ljust(LIMIT)
     assert guarded.call("POST", "/v1/completions", fits, bearer(KEYS[0]))[0] == 200
