@@ -72,6 +72,15 @@ def test_old_and_new_forms_of_rope_are_one(scaling):
     assert new.rope.theta == 5e5
 
 
+def test_both_forms_of_rope_must_agree():
+    both = {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA3, "type": "llama3"}}
+    assert read(LLAMA, **both) == read(LLAMA, rope_parameters=both["rope_parameters"])
+    for other in ({"rope_type": "yarn", "factor": 4.0}, {**LLAMA3, "factor": 9.0}):
+        for plain in ({"rope_type": "default", "rope_theta": 1e4}, {"rope_theta": 1e4}, both["rope_parameters"]):
+            with pytest.raises(BadModelFile, match=r"rope_parameters .* and rope_scaling .* differ"):
+                read(QWEN2, rope_parameters=plain, rope_scaling=other)
+
+
 def test_context_that_scaling_stretches():
     assert read(LLAMA, rope_scaling={"type": "linear", "factor": 2.0}).context_len == 512
     assert read(QWEN2, rope_scaling={"type": "yarn", "factor": 4.0}).context_len == 1024

@@ -83,10 +83,16 @@ def read_rope(config: ConfigReader, head_dim: int, context_len: int) -> tuple[Ro
     Newer files hold all of it in `rope_parameters`, older ones in `rope_theta` and `rope_scaling`.
     """
     outer_theta = config.get("rope_theta", (int, float), 10000.0)
-    fields = config.optional("rope_parameters") or config.optional("rope_scaling") or {}
-    config.ignore("rope_scaling")
-    if not isinstance(fields, dict):
-        raise BadModelFile(f"{config.source}: rope parameters are {repr(fields)[:100]}, not an object", fix=_FIX)
+    new, old = config.optional("rope_parameters") or {}, config.optional("rope_scaling") or {}
+    for fields in (new, old):
+        if not isinstance(fields, dict):
+            raise BadModelFile(f"{config.source}: rope parameters are {repr(fields)[:100]}, not an object", fix=_FIX)
+    if new and old and _scaling_of(new) != _scaling_of(old):
+        raise BadModelFile(
+            f"{config.source}: rope_parameters {repr(new)[:200]} and rope_scaling {repr(old)[:200]} differ",
+            fix="remove the one that is wrong",
+        )  # fmt: skip
+    fields = new or old
     rope = ConfigReader(fields, f"{config.source}, rope parameters")
     theta = rope.get("rope_theta", float, float(outer_theta))
     kind = rope.get("rope_type", str, fields.get("type") or "default")
@@ -103,6 +109,12 @@ def read_rope(config: ConfigReader, head_dim: int, context_len: int) -> tuple[Ro
     if not all(0 < n < math.inf for n in numbers) or head_dim % 2 or spec.theta <= 1:
         raise BadModelFile(f"{config.source}: rope parameters {repr(fields)[:200]} with head_dim {head_dim}", fix=_FIX)
     return spec, context_len
+
+
+def _scaling_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """What stands in both forms; the older one calls `rope_type` also `type`, and has the base elsewhere."""
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    return {**fields, "rope_type": kind, "type": None, "rope_theta": None}
 
 
 def _plain(rope: ConfigReader, base: RopeSpec, context_len: int) -> tuple[RopeSpec, int]:
