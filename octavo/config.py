@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
+
+import msgspec
 
 from octavo.errors import UsageError
 
@@ -45,10 +47,11 @@ def _number(default: float | None, least: int, most: int, kind: type = int, abov
 
 
 def _verify(settings: EngineArgs | ServerArgs) -> None:
-    """Every number within its range, no text empty, none with characters that cannot be sent or shown.
+    """Every number within its range, all else of its type, no text empty or with what cannot be sent or shown.
 
     Raises UsageError naming flag, value, limit and fix.
     """
+    kinds = get_type_hints(type(settings))
     for setting in fields(settings):
         name, value = setting.name, getattr(settings, setting.name)
         flag = "--" + name.removesuffix("_s").replace("api_keys", "api_key").replace("_", "-")
@@ -61,6 +64,8 @@ def _verify(settings: EngineArgs | ServerArgs) -> None:
                 fix="choose a number within it",
                 param=name,
             )
+        if limits is None:
+            _check_kind(flag, name, value, kinds[name])
         several = isinstance(value, tuple)
         for text in value if several else (value,):
             if text == "":
@@ -69,6 +74,14 @@ def _verify(settings: EngineArgs | ServerArgs) -> None:
                 shown = "with this value" if name == "api_keys" else _short(text)
                 limit = "characters that can be shown, no spaces around them"
                 raise UsageError(f"{flag} {shown} cannot be used", limit=limit, fix="correct it", param=name)
+
+
+def _check_kind(flag: str, name: str, value: object, kind: Any) -> None:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as err:
+        shown = "with this value" if name == "api_keys" else _short(value)
+        raise UsageError(f"{flag} {shown} cannot be used", limit=str(err), fix="correct it", param=name) from None
 
 
 def _short(value: object) -> str:

@@ -147,6 +147,11 @@ class AsyncLLM:
         Raises InvalidRequest naming the parameter, its value and its limit.
         """
         try:
+            if not isinstance(params, SamplingParams):
+                raise InvalidRequest(
+                    f"sampling_params is a {type(params).__name__}", fix="make it with SamplingParams(…)",
+                    param="sampling_params",
+                )  # fmt: skip
             params = admission.typed(params)
             params.verify(self.config.vocab_size, self.args.max_logprobs)
             admission.check_prompt(prompt_token_ids, self.config.vocab_size, self.max_model_len, prompt_name)
@@ -210,9 +215,10 @@ class AsyncLLM:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
-        if isinstance(ids, Sequence) and set(map(type, ids)) <= {int}:
-            return text, list(ids)
-        if not isinstance(text, str):
+        listed = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray)) else None
+        if listed is not None and set(map(type, listed)) <= {int} and (text is None or isinstance(text, str)):
+            return text, listed
+        if not isinstance(text, str) or ids is not None:
             raise InvalidRequest(
                 f"a prompt is a {type(prompt).__name__}", limit="text, token ids, or a dict with one of them",
                 fix="give one of them", param="prompt",

@@ -68,7 +68,12 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Answers one conversation or several. Raises InvalidRequest or TemplateError."""
-        several: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        several: Sequence[Any] = [messages] if _holds_messages(messages) else messages
+        if not (isinstance(several, (list, tuple)) and all(_holds_messages(one) for one in several)):
+            raise InvalidRequest(
+                f"messages is {_kind(messages)}", limit="a list of messages, or of such lists", fix="give one",
+                param="messages",
+            )  # fmt: skip
 
         async def answer() -> list[RequestOutput]:
             prompts = []
@@ -141,6 +146,11 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [params] * count
+        if not (isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params)):
+            raise InvalidRequest(
+                f"sampling_params is {_kind(params)}", limit="SamplingParams, or a list of them",
+                fix="make it with SamplingParams(…)", param="sampling_params",
+            )  # fmt: skip
         if len(params) != count:
             raise InvalidRequest(
                 f"there are {count} prompts and {len(params)} sampling_params", limit="one for all or one for each",
@@ -200,9 +210,21 @@ def _engine_args(model: str, settings: Mapping[str, Any]) -> EngineArgs:
             raise UsageError(
                 f"LLM has no setting {name!r}", limit=", ".join(sorted(known)), fix="leave it out", param=name
             )
-    names = settings.get("served_model_name") or ()
-    served = (names,) if isinstance(names, str) else tuple(names)
-    return EngineArgs(model=model, **{**settings, "served_model_name": served})
+    given = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in settings.items()}
+    names = given.pop("served_model_name", None) or ()
+    served = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, list) else names
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    args = EngineArgs(name, served_model_name=served, **given)
+    args.verify()
+    return args
+
+
+def _holds_messages(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _kind(value: object) -> str:
+    return f"a list with {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -44,8 +44,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
             value: Any = getattr(self, name)
-            one = (value,) if isinstance(value, str) else tuple(value or ())
-            msgspec.structs.force_setattr(self, name, one)
+            if value is None or isinstance(value, (str, list)):  # what else is no tuple, `admission.typed` refuses
+                one = (value,) if isinstance(value, str) else tuple(value or ())
+                msgspec.structs.force_setattr(self, name, one)
         if self.top_k == -1:
             msgspec.structs.force_setattr(self, "top_k", 0)
 

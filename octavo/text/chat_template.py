@@ -81,6 +81,13 @@ class _Compiled:
             raise InvalidRequest(f"messages[{index}] is {_kind(message)}", limit="an object", param="messages")
         prepared = dict(message)
         content = prepared.get("content")
+        for name, value, kinds in (
+            ("role", prepared.get("role"), str),
+            ("content", content, str | list | tuple | None),
+        ):
+            if not isinstance(value, kinds):
+                limit = "text" if name == "role" else "text or a list of parts"
+                raise InvalidRequest(f"messages[{index}].{name} is {_kind(value)}", limit=limit, param="messages")
         if isinstance(content, (list, tuple)):
             parts = [_text_part(part, index) for part in content]
             prepared["content"] = parts if self._format.parts else "\n".join(part["text"] for part in parts)

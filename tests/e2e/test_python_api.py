@@ -84,11 +84,39 @@ def test_chat_is_generate_over_the_template(llm):
     ("", GREEDY, "prompt"), ([1, 1 << 20], GREEDY, "prompt"), ([5] * 600, GREEDY, "512"), (3.5, GREEDY, "prompt"),
     ("Hi", SamplingParams(max_tokens=1000), "max_tokens"), ("Hi", SamplingParams(temperature="hot"), "temperature"),
     ("Hi", SamplingParams(n=True), "n is True"), ("Hi", SamplingParams(top_p=float("nan")), "top_p"),
+    ("Hi", SamplingParams(stop=5), "stop"), ("Hi", SamplingParams(stop=b"x"), "stop"), (b"a", GREEDY, "prompt"),
+    ("Hi", SamplingParams(seed="x"), "seed"), ("Hi", SamplingParams(stop_token_ids=1.5), "stop_token_ids"),
+    ("Hi", {"max_tokens": 3}, "sampling_params is dict"), ("Hi", 5, "sampling_params is int"), (5, GREEDY, "prompt"),
+    ("Hi", [{"max_tokens": 3}], "sampling_params is a list with dict"), ({"prompt": 5}, GREEDY, "prompt"),
+    ({"prompt_token_ids": b"a"}, GREEDY, "prompt"), ({"prompt": 5, "prompt_token_ids": [5]}, GREEDY, "prompt"),
     ("Hi", SamplingParams(stop=["a", 3]), "stop"), ("Hi", SamplingParams(logprobs=50), "logprobs"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_by_name(llm, prompt, params, named):
     with pytest.raises(InvalidRequest, match=named):
         llm.generate(prompt, params)
+
+
+@pytest.mark.parametrize("messages", [
+    None, 5, "Hi", {"role": "user"}, [{}], [[]], [5], [None], [{"role": "user", "content": 5}], [{"content": "Hi"}],
+    [{"role": 5, "content": "Hi"}], [[{"role": "user", "content": b"x"}]],
+], ids=repr)  # fmt: skip
+def test_conversations_that_are_none(llm, messages):
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages, GREEDY)
+    assert "messages" in str(caught.value) or "prompt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("max_model_len", 1.5), ("max_num_seqs", "x"), ("tensor_parallel_size", "2"), ("model", 5), ("chat_template", 5),
+    ("seed", "x"), ("tokenizer", 5), ("device", []), ("dtype", {}), ("served_model_name", 5),
+    ("served_model_name", [5]), ("download_dir", b"x"), ("generation_config", False), ("max_logprobs", None),
+])  # fmt: skip
+def test_settings_of_another_type(smollm2_path, name, value):
+    settings = {"model": str(smollm2_path), name: value}
+    with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} ") as caught:
+        LLM(**settings)
+    assert caught.value.param == name
 
 
 def test_settings_that_there_are_not(smollm2_path):
