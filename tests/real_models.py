@@ -8,7 +8,7 @@ from octavo.hub.resolve import cache_dir, resolve_model
 from tests.matrix import FULL
 
 LARGER = "qwen-coder"
-_HERE = (cache_dir() / "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf").exists()
+_HERE = (cache_dir() / LARGER / "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf").exists()
 REAL_MODELS = ("smollm2", LARGER) if FULL or _HERE else ("smollm2",)
 
 

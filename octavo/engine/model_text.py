@@ -53,6 +53,9 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
         tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, source)
     defaults = default_params(checkpoint.generation_config, config.vocab_size)
+    if defaults:
+        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        log.info("sampling defaults from %s: %s (--generation-config vllm: none)", GENERATION_CONFIG, listed)
     return LoadedModel(config, tokenizer, _template(args, tokenizer), defaults)
 
 

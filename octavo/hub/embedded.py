@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -15,6 +16,8 @@ class EmbeddedModel:
     suffix: str
     size: int
     sha256: str
+    generation_config: Mapping[str, float]
+    """what the model's makers recommend for sampling, which a GGUF file has no place for"""
     aliases: tuple[str, ...] = ()
 
 
@@ -26,6 +29,7 @@ MODELS = (
         suffix=".gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        generation_config={"temperature": 0.2, "top_p": 0.9},  # from the example in its model card
         aliases=("SmolLM2-135M-Instruct",),
     ),
     EmbeddedModel(
@@ -35,6 +39,7 @@ MODELS = (
         suffix=".bin",
         size=1_117_320_768,
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        generation_config={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
         aliases=("Qwen2.5-Coder-1.5B-Instruct",),
     ),
 )

