@@ -10,6 +10,9 @@ DEVICES = {
 }
 """Name to `module:attribute`, imported on use. `reference` is plain torch on the CPU."""
 
+COMPUTED_AS = {("auto", "float16"): "bfloat16", ("cpu", "float16"): "bfloat16"}
+"""(device, dtype) to the dtype that the device computes in instead"""
+
 PLANNED = ("npu", "cuda", "gpu")
 
 

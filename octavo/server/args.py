@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from fractions import Fraction
 from typing import Any
 
 import click
 
-from octavo.backends.names import check_device
+from octavo.backends.names import COMPUTED_AS, check_device
 from octavo.config import DTYPES, EngineArgs, ServerArgs
 from octavo.errors import UsageError
 from octavo.formats.text_file import read_text
@@ -171,12 +173,12 @@ def _config_value(where: str, setting: object, many: bool) -> str | list[str]:
 
 
 def collect(given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
-    """The settings that a parsed command line asks for.
+    """The settings that a parsed command line asks for; a warning on stderr where the device does otherwise.
 
     Raises UsageError for a chat template that is neither a file nor a template, an unknown device, and a value out of
     range.
     """
-    check_device(given.get("device") or "auto")
+    given = {**given, "dtype": _computed_dtype(given.get("device") or "auto", given.get("dtype"))}
     if given.get("chat_template"):
         given = {**given, "chat_template": _chat_template(given["chat_template"])}
     given = {**given, "allowed_origins": _origins(given.get("allowed_origins") or ())}
@@ -184,6 +186,17 @@ def collect(given: dict[str, Any]) -> tuple[EngineArgs, ServerArgs]:
     engine_args.verify()
     server_args.verify()
     return engine_args, server_args
+
+
+def _computed_dtype(device: str, dtype: str | None) -> str | None:
+    check_device(device)
+    computed = COMPUTED_AS.get((device, DTYPES.get(dtype or "auto", "")))
+    if computed is None:
+        return dtype
+    where = "the CPU" if device == "auto" else f"the device {device}"
+    with suppress(OSError):  # a full stderr stops nothing
+        print(f"octavo: warning: --dtype {dtype}: {where} computes in {computed} instead", file=sys.stderr, flush=True)
+    return computed
 
 
 def _make(owner: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -37,9 +37,14 @@ class Command(click.Command):
 
 
 def invoke(command: click.Command, argv: Sequence[str], name: str) -> int:
-    """Runs a command and returns its exit code: 2 for what the user can correct, 130 when interrupted."""
+    """Runs a command and returns its exit code, see `exit_code_of`."""
+    return exit_code_of(lambda: command.main(list(argv), prog_name=name, standalone_mode=False))
+
+
+def exit_code_of(work: Callable[[], Any]) -> int:
+    """Of what a command does: 2 for what the user can correct, 130 when interrupted."""
     try:
-        code = command.main(list(argv), prog_name=name, standalone_mode=False)
+        code = work()
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except OctavoError as error:
@@ -65,7 +70,9 @@ def _describe(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     see = f" ({context.command_path} --help lists all)" if context is not None else ""
     if isinstance(error, click.NoSuchOption):
+        instead = hint(error.option_name)
+        if instead:
+            return f"outdated flag {error.option_name}; fix: {instead}{see}"
         near = get_close_matches(error.option_name, error.possibilities or (), n=1)
-        fix = hint(error.option_name) or (f"did you mean {near[0]}?" if near else "")
-        return f"unknown flag {error.option_name}{'; fix: ' + fix if fix else ''}{see}"
+        return f"unknown flag {error.option_name}{f'; fix: did you mean {near[0]}?' if near else ''}{see}"
     return " ".join(error.format_message().split()) + see

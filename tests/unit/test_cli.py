@@ -13,6 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
+from octavo.backends.base import open_device
+from octavo.backends.names import COMPUTED_AS
 from octavo.cli import COMMANDS
 from octavo.config import EngineArgs, ServerArgs
 from octavo.errors import DeviceUnavailable, UsageError
@@ -91,12 +93,14 @@ def test_version_as_json_is_one_object():
         (["--frobnicate"], "unknown flag --frobnicate"),
         (["serve"], "MODEL"),
         (["serve", "m", "surplus"], "surplus"),
+        (["run", "m", "What", "is", "this?"], "the prompt is 3 arguments; limit: one; fix: put it between quotes"),
+        (["run", "m", "--engine-restarts", "1"], "unknown flag --engine-restarts"),
         (["serve", "--model", "m"], "octavo serve MODEL"),
         (["serve", "m", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
         (["serve", "m", "--max-num-seqs", "many"], "'many' is not a valid integer"),
         (["serve", "m", "--max-model-len", "0.3"], "32k (32,000)"),
         (["serve", "m", "--dtype", "int3"], "'bfloat16'"),
-        (["serve", "m", "--swap-space", "8"], "recomputed"),
+        (["serve", "m", "--swap-space", "8"], "outdated flag --swap-space; fix: a preempted sequence is recomputed"),
         (["serve", "m", "--paged-attention-block-size", "8"], "use --block-size"),
         (["serve", "m", "--device", "npu"], "use --device cpu"),
         (["serve", "m", "--device", "abacus"], "one of auto, cpu"),
@@ -127,19 +131,45 @@ def test_defaults_are_those_of_the_dataclasses():
 def test_each_value_reaches_its_field():
     count = random.randrange(2, 1 << 20)
     engine, server = parse(
-        "m", "--max_num_seqs", f"{count}", "--max-num-batched-tokens=12K", "-tp", "2", "--dtype", "half", "--seed", "0",
-        "--device-memory-utilization", "0.5", "--served-model-name", "a", "--served-model-name", "b", "--port", "0",
+        "m", "--max_num_seqs", f"{count}", "--max-num-batched-tokens=12K", "-tp", "2", "--dtype", "float",
+        "--seed", "0", "--device-memory-utilization", "0.5", "--served-model-name", "a", "--served-model-name", "b",
+        "--port", "0",
         "--api-key", "k1", "--api-key", "k2", "--enable-log-requests", "--allowed-origins", '["http://x", "http://y"]',
         "--chat-template", "{{ messages[0].content }}", "--shutdown-timeout", "2.5", "--uvicorn-log-level", "debug",
     )  # fmt: skip
     assert engine == EngineArgs(
-        "m", max_num_seqs=count, max_num_batched_tokens=12288, tensor_parallel_size=2, dtype="half",
+        "m", max_num_seqs=count, max_num_batched_tokens=12288, tensor_parallel_size=2, dtype="float",
         gpu_memory_utilization=0.5, served_model_name=("a", "b"), chat_template="{{ messages[0].content }}",
     ), count  # fmt: skip
     assert server == ServerArgs(
         port=0, api_keys=("k1", "k2"), log_requests=True, allowed_origins=("http://x", "http://y"),
         shutdown_timeout_s=2.5, log_level="debug",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "said"),
+    [
+        (["--dtype", "half"], "bfloat16", "--dtype half: the CPU computes in bfloat16 instead"),
+        (["--dtype", "float16", "--device", "cpu"], "bfloat16", "the device cpu computes in bfloat16 instead"),
+        (["--dtype", "half", "--device", "reference"], "half", ""),
+        (["--dtype", "float"], "float", ""),
+        ([], "auto", ""),
+    ],
+)
+def test_a_dtype_that_the_device_lacks_is_replaced_with_a_warning(capsys, words, dtype, said):
+    assert parse("m", *words)[0].dtype == dtype
+    warned = capsys.readouterr().err
+    assert said in warned
+    assert warned.startswith("octavo: warning: ") == bool(said)
+
+
+def test_a_dtype_that_is_replaced_is_known_to_be_lacking():
+    """So that the table of names says what the devices themselves do."""
+    for (name, dtype), computed in COMPUTED_AS.items():
+        dtypes = [str(known).removeprefix("torch.") for known in open_device(name, threads=1).dtypes]
+        assert dtype not in dtypes
+        assert computed in dtypes
 
 
 def test_a_chat_template_may_be_a_file(tmp_path):
