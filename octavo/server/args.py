@@ -113,20 +113,17 @@ class GroupedOption(click.Option):
     group = "Options"
 
 
-def options(owners: Sequence[type], config_file: bool = True) -> list[click.Parameter]:
-    """Click options for the fields of these dataclasses, and `--config`."""
-    wanted = {f.name for owner in owners for f in fields(owner)}
+def options(owners: Sequence[type], without: Sequence[str] = ()) -> list[click.Parameter]:
+    """Click options for the fields of these dataclasses but those in `without`, and `--config`."""
+    wanted = {f.name for owner in owners for f in fields(owner)} - set(without)
     made: list[click.Parameter] = []
     for group, flags in FLAGS.items():
         made += [_option(flag, group) for flag in flags if flag.field in wanted]
-    if config_file:
-        made.append(
-            click.Option(
-                ["--config"], type=str, callback=_read_config, is_eager=True, expose_value=False,
-                help="YAML or JSON file of flags; flags on the command line win.", metavar="FILE",
-            )
-        )  # fmt: skip
-    return made
+    config = click.Option(
+        ["--config"], type=str, callback=_read_config, is_eager=True, expose_value=False,
+        help="YAML or JSON file of flags; flags on the command line win.", metavar="FILE",
+    )  # fmt: skip
+    return [*made, config]
 
 
 def _option(flag: Flag, group: str) -> click.Option:

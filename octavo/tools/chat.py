@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import termios
 import unicodedata
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from octavo.engine.types import SamplingParams
 from octavo.errors import EngineDead, OctavoError
+from octavo.tools.history import History
 from octavo.tools.session import Answer, Session
 
 PROMPT, MORE = ">>> ", "... "
@@ -21,13 +21,16 @@ SETTABLE = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
     "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float,
 }  # fmt: skip
+KINDS = {int: "a whole number", float: "a number"}
 HELP = f"""\
-/clear               forget the conversation
-/system [TEXT]       show or set the instructions that stand before it
-/set [NAME VALUE]    show or set: {", ".join(SETTABLE)}
-/help                this list
-/exit                leave, as Ctrl-D does
-Several lines: end each with \\, or write them between two lines of three quotes. Ctrl-C stops an answer."""
+/clear                forget the conversation; the system prompt stays
+/system [TEXT|none]   show, set or remove the system prompt
+/set [NAME VALUE]     show or change a setting: {", ".join(SETTABLE)}
+/set NAME default     change it back to what it was at the start
+/help                 this list
+/exit                 leave, as Ctrl-D does
+Several lines: end each but the last with \\, or put \"\"\" before the first and after the last.
+Ctrl-C stops an answer."""
 
 
 class Chat:
@@ -36,6 +39,8 @@ class Chat:
     def __init__(self, session: Session, sampling: dict[str, Any], system: str | None) -> None:
         self.session, self.system = session, system
         self.params = SamplingParams(**{"max_tokens": None, **session.llm.default_params, **sampling})
+        session.check_sampling(self.params)
+        self.at_start = self.params
         self.turns: list[dict[str, str]] = []
         self.commands: dict[str, Callable[[str], None]] = {
             "clear": self._clear, "system": self._system, "set": self._set, "help": lambda _: print(HELP),
@@ -49,7 +54,7 @@ class Chat:
         while going_on:
             try:
                 text = read_message()
-                history.save()
+                history.add(text)
                 going_on = self._take(text)
             except KeyboardInterrupt:
                 print()
@@ -71,8 +76,9 @@ class Chat:
         asked = {"role": "user", "content": text}
         answer = Answer()
         try:
-            for piece in self.session.stream([*system, *self.turns, asked], self.params, answer):
-                print(printable(piece), end="", flush=True)
+            with echo_off():
+                for piece in self.session.stream([*system, *self.turns, asked], self.params, answer, capped=True):
+                    print(printable(piece), end="", flush=True)
             print()
         except KeyboardInterrupt:
             print("\n[stopped]", file=sys.stderr)
@@ -92,11 +98,12 @@ class Chat:
 
     def _clear(self, _: str) -> None:
         self.turns.clear()
-        print("the conversation is forgotten")
+        kept = "; the system prompt stays (/system none removes it)" if self.system else ""
+        print(f"the conversation is forgotten{kept}")
 
     def _system(self, text: str) -> None:
         if text:
-            self.system = text
+            self.system = None if text == "none" else text
         print(f"system: {self.system or '(none)'}")
 
     def _set(self, rest: str) -> None:
@@ -104,16 +111,18 @@ class Chat:
         if not rest:
             print("\n".join(f"{name} {getattr(self.params, name)}" for name in SETTABLE))
         elif name not in SETTABLE or not value.strip():
-            print(f"usage: /set NAME VALUE, NAME one of {', '.join(SETTABLE)}", file=sys.stderr)
+            print(f"usage: /set NAME VALUE, where NAME is one of {', '.join(SETTABLE)}", file=sys.stderr)
         else:
             self._change(name, value.strip())
 
     def _change(self, name: str, value: str) -> None:
         try:
-            changed = msgspec.structs.replace(self.params, **{name: SETTABLE[name](value)})
-            changed.verify(self.session.llm.config.vocab_size, self.session.args.max_logprobs)
+            new = getattr(self.at_start, name) if value == "default" else SETTABLE[name](value)
+            changed = msgspec.structs.replace(self.params, **{name: new})
+            self.session.check_sampling(changed)
         except ValueError:
-            print(f"error: {name} {value} is no {SETTABLE[name].__name__}", file=sys.stderr)
+            kind = KINDS[SETTABLE[name]]
+            print(f"error: {name} must be {kind}, or default, and not {value!r}", file=sys.stderr)
         except OctavoError as error:
             print(f"error: {error}", file=sys.stderr)
         else:
@@ -142,25 +151,18 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
-class History:
-    """Lines typed before, for the arrow keys; kept between runs where the home directory can be written."""
-
-    def __init__(self) -> None:
-        self.path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "octavo" / "history"
-        try:
-            import readline
-        except ImportError:  # a Python built without it: input() still reads lines
-            self.readline = None
-            return
-        self.readline = readline
-        readline.set_history_length(1000)
-        with suppress(OSError):
-            readline.read_history_file(self.path)
-
-    def save(self) -> None:
-        if self.readline is None:
-            return
-        with suppress(OSError):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.touch(mode=0o600)
-            self.readline.write_history_file(self.path)
+@contextmanager
+def echo_off() -> Iterator[None]:
+    """Keys pressed meanwhile do not show among what is printed; they stand in the next line that is read."""
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, ValueError):  # no terminal
+        yield
+        return
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

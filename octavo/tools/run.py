@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -32,11 +33,13 @@ HELP = {
 }
 
 
-def run(prompt: str | None, system: str | None, as_json: bool, **given: Any) -> int:
+def run(words: Sequence[str], system: str | None, as_json: bool, **given: Any) -> int:
     engine_args, _ = collect(given)
     require_torch()
-    piped = prompt == "-" or (prompt is None and not sys.stdin.isatty())
-    if piped:
+    if len(words) > 1:
+        raise UsageError(f"the prompt is {len(words)} arguments", limit="one", fix="put it between quotes")
+    prompt = words[0] if words else None
+    if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise UsageError("the prompt is empty", fix="octavo run MODEL 'a question', or give none to chat")
@@ -67,7 +70,7 @@ def ask(session: Any, prompt: str, system: str | None, sampling: dict[str, Any],
     messages.append({"role": "user", "content": prompt})
     params = SamplingParams(**{"max_tokens": None, **session.llm.default_params, **sampling})
     answer = Answer()
-    for piece in session.stream(messages, params, answer):
+    for piece in session.stream(messages, params, answer, capped="max_tokens" not in sampling):
         if not as_json:
             print(piece, end="", flush=True)
     if as_json:
@@ -102,9 +105,9 @@ command = Command(
     help="Answers PROMPT on stdout, or what is piped in; without either, opens a chat. MODEL is a name such as "
     "smollm2, a GGUF file, or a folder with config.json and safetensors.",
     params=[
-        click.Argument(["model"]), click.Argument(["prompt"], required=False),
+        click.Argument(["model"]), click.Argument(["words"], nargs=-1, metavar="[PROMPT]"),
         click.Option(["--system"], help="Instructions that stand before the conversation."),
         click.Option(["--json", "as_json"], is_flag=True, help="One JSON object instead of the plain answer."),
-        *_sampling_options(), *options([EngineArgs]),
+        *_sampling_options(), *options([EngineArgs], without=("engine_restarts",)),
     ],
 )  # fmt: skip

@@ -16,7 +16,7 @@ from octavo.config import EngineArgs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.outputs import ChoiceDelta
 from octavo.engine.types import SamplingParams
-from octavo.errors import OctavoError
+from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.progress import LoadingBar
 
 T = TypeVar("T")
@@ -88,13 +88,23 @@ class Session:
         finally:
             self._stop()
 
-    def stream(self, messages: Messages, params: SamplingParams, answer: Answer) -> Iterator[str]:
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for what could be right with no prompt at all."""
+        params.verify(self.llm.config.vocab_size, self.args.max_logprobs)
+        if params.max_tokens is not None and params.max_tokens >= self.llm.max_model_len:
+            raise InvalidRequest(
+                f"max_tokens is {params.max_tokens}", limit=f"{self.llm.max_model_len} tokens of context",
+                fix="lower max_tokens", param="max_tokens",
+            )  # fmt: skip
+
+    def stream(self, messages: Messages, params: SamplingParams, answer: Answer, *, capped: bool) -> Iterator[str]:
         """Pieces of the answer to a conversation; `answer` is filled in meanwhile.
 
+        `capped`: a `max_tokens` that does not fit after the conversation is lowered and not refused.
         Leaving the iterator early ends the answer in the engine. Raises InvalidRequest, EngineDead, Overloaded.
         """
         news: queue.SimpleQueue[tuple[ChoiceDelta, float] | BaseException | None] = queue.SimpleQueue()
-        work = asyncio.run_coroutine_threadsafe(self._pump(messages, params, answer, news.put), self._loop)
+        work = asyncio.run_coroutine_threadsafe(self._pump(messages, params, answer, capped, news.put), self._loop)
         try:
             while (item := news.get()) is not None:
                 if isinstance(item, BaseException):
@@ -106,11 +116,11 @@ class Session:
             with suppress(CancelledError, OctavoError):
                 work.result()
 
-    async def _pump(self, messages: Messages, params: SamplingParams, answer: Answer, put: Any) -> None:
+    async def _pump(self, messages: Messages, params: SamplingParams, answer: Answer, capped: bool, put: Any) -> None:
         try:
             token_ids = await self._tokens(messages)
             answer.prompt_tokens = len(token_ids)
-            params = self.llm.check(token_ids, params, capped=True)
+            params = self.llm.check(token_ids, params, capped=capped)
             async with aclosing(self.llm.stream(token_ids, params)) as batches:
                 async for deltas in batches:
                     now = time.perf_counter()

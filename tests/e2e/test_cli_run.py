@@ -51,7 +51,12 @@ def test_a_question_is_answered_on_stdout_alone(command, environment):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["--top-p", "3", "hello"], "top_p is 3"), (["  "], "the prompt is empty"), ([], "the prompt is empty")],
+    [
+        (["--top-p", "3", "hello"], "top_p is 3"),
+        (["--max-tokens", "1020", "hello"], "max_tokens is 1020 after"),
+        (["  "], "the prompt is empty"),
+        ([], "the prompt is empty"),
+    ],
 )
 def test_a_bad_request_is_one_line(command, environment, words, says):
     result = subprocess.run(
@@ -82,19 +87,51 @@ def test_chat(command, environment, tmp_path):
         terminal.expect(">>> ")
         terminal.send("/set temperature 0.7\n")
         terminal.expect("\ntemperature 0.7")
+        terminal.send("/set temperature default\n")
+        terminal.expect("\ntemperature 0.0")
+        terminal.send("/set max_tokens none\n")
+        terminal.expect("max_tokens must be a whole number, or default, and not 'none'")
+        terminal.send("/set max_tokens 1024\n")
+        terminal.expect("max_tokens is 1024; limit: 1024 tokens of context")
         terminal.send("/set top_p 7\n")
         terminal.expect("top_p is 7")
         terminal.send("/set colour blue\n")
         terminal.expect("usage: /set")
         terminal.send("/system Be brief.\n")
-        terminal.expect("system: Be brief.")
+        terminal.expect("\nsystem: Be brief.")
         terminal.send("/clear\n")
-        terminal.expect("forgotten")
+        terminal.expect("forgotten; the system prompt stays")
+        terminal.send("/system none\n")
+        terminal.expect("\nsystem: (none)")
         terminal.send("/frobnicate\n")
         terminal.expect("unknown command")
         terminal.send("/exit\n")
         assert terminal.wait() == 0
-    assert f"My code is {CODE}." in (tmp_path / "octavo" / "history").read_text()
+    kept = (tmp_path / "octavo" / "history").read_text().split("\n")
+    assert kept[:3] == [f"My code is {CODE}.", "one \\ntwo", "first\\nlast"], "one line a message"
+
+
+def test_a_setting_that_cannot_work_ends_the_chat_before_it_begins(command, environment):
+    with Terminal([*command, "--max-tokens", "99999"], environment) as terminal:
+        terminal.expect("octavo: error: max_tokens is 99999; limit: 1024 tokens of context", 120)
+        assert terminal.wait() == 2
+        assert ">>>" not in terminal.shown
+
+
+def test_keys_pressed_during_an_answer_wait_for_the_next_line(command, environment):
+    with Terminal([*command, "--max-tokens", "60", "--temperature", "0"], environment) as terminal:
+        terminal.expect(">>> ", 120)
+        terminal.send("Write a long story about a lighthouse.\n")
+        terminal.expect("\n")
+        terminal.expect(" ")
+        terminal.send("/set xyzzy")
+        answer = terminal.expect("tokens/s")
+        assert "xyzzy" not in answer
+        assert "xyzzy" in terminal.expect(">>> ") + terminal.expect("xyzzy")
+        terminal.send("\n")
+        terminal.expect("usage: /set")
+        terminal.send("\x04")
+        assert terminal.wait() == 0
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(command, environment):
