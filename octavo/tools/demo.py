@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
     """`argv` is the model, then flags for the server."""
     port = _free_port()
     command = [sys.executable, "-m", "octavo", "serve", *(argv or ["smollm2"]), "--port", str(port)]
-    command += ["--log-level", "warning"]
+    if sys.stderr.isatty():  # there a bar shows how far loading has come, elsewhere the log does
+        command += ["--log-level", "warning"]
     with subprocess.Popen(command) as server:
         try:
             if not _wait_until_ready(server, port):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,13 @@ def project(tmp_path):
     (tmp_path / "csrc" / "cpu").mkdir(parents=True)
     (tmp_path / "csrc" / "cpu" / "kernel.cpp").touch()
     (tmp_path / ".make").mkdir()
+    past = time.time() - 100
+    for path in (tmp_path / "pyproject.toml", tmp_path / "csrc" / "cpu" / "kernel.cpp"):
+        os.utime(path, (past, past))
     for second, name in enumerate(STAMPS, 1):
         stamp = tmp_path / ".make" / name
         stamp.touch()
-        os.utime(stamp, (stamp.stat().st_atime + second, stamp.stat().st_mtime + second))
+        os.utime(stamp, (past + second, past + second))
     return tmp_path
 
 
@@ -53,7 +57,6 @@ def test_what_is_done_is_not_done_again(project):
 def test_a_changed_source_is_installed_again_and_torch_is_not(project, changed):
     path = project / changed
     path.touch()
-    os.utime(path, (path.stat().st_atime + 60, path.stat().st_mtime + 60))
     assert make(project, "-q", "setup").returncode == 1
     assert make(project, "-q", ".make/torch").returncode == 0
     planned = make(project, "-n", "setup").stdout
@@ -65,7 +68,7 @@ def test_an_old_or_missing_python_is_named(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     result = make(tmp_path, "setup", "PYTHON=no-such-python")
     assert result.returncode == 2
-    assert "older than 3.10; fix: make PYTHON=" in result.stderr
+    assert result.stderr.startswith("error: no-such-python is missing or older than 3.10; fix: make PYTHON=")
     assert not (tmp_path / ".venv").exists()
 
 
@@ -79,6 +82,54 @@ def test_a_missing_compiler_is_named(tmp_path):
     result = make(tmp_path, "setup", f"PYTHON={python}", path=str(tools))
     assert result.returncode == 2
     assert "no C++ compiler; fix: install one" in result.stderr
+
+
+def environment_python(project: Path, script: str) -> None:
+    """What stands at .venv/bin/python."""
+    python = project / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+
+
+@pytest.mark.parametrize("word", ["PYTHON=no-such-python", "TORCH=torch==1.2.3", "TORCH=./torch.whl"])
+def test_another_python_or_torch_than_the_installed_one_is_refused(project, word):
+    environment_python(project, f'exec "{sys.executable}" "$@"')
+    result = make(project, "setup", word)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert word in result.stderr.splitlines()[0]
+    assert "fix: " in result.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("word", [f"PYTHON={sys.executable}", "TORCH=torch>=2.5"])
+def test_the_installed_python_and_torch_may_be_named(project, word):
+    environment_python(project, f'exec "{sys.executable}" "$@"')
+    result = make(project, "setup", word)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("step", ["torch", "build-tools", "runtime", "dev"])
+def test_when_pip_fails_the_cause_and_the_fix_follow(project, step):
+    environment_python(project, 'echo "ERROR: No matching distribution found" >&2; exit 1')
+    (project / ".make" / step).unlink()
+    result = make(project, f".make/{step}")
+    assert result.returncode == 2
+    reason, ours = result.stderr.splitlines()[:2]
+    assert reason == "ERROR: No matching distribution found"
+    assert ours.startswith("error: pip could not install ")
+    assert "fix: if its index cannot be reached, check the network" in ours
+    assert not (project / ".make" / step).exists()
+
+
+def test_clean_leaves_only_sources(project):
+    for place in ("octavo/backends/__pycache__", "tests/unit/__pycache__", "bench", ".venv/bin", "build"):
+        (project / place).mkdir(parents=True)
+        (project / place / "made").touch()
+    (project / "octavo" / "backends" / "lib.so").touch()
+    assert make(project, "clean").returncode == 0
+    left = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
+    assert left == {"Makefile", "pyproject.toml", "csrc/cpu/kernel.cpp", "bench/made"}
 
 
 def test_the_full_run_resumes(tmp_path):
