@@ -42,6 +42,7 @@ class Transformers:
             if hasattr(transformers, "GgufConfig"):  # else it would keep the blocks, which is far slower in bf16
                 settings["quantization_config"] = transformers.GgufConfig(dequantize=True)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **settings).eval()
+        self.model.generation_config = transformers.GenerationConfig()  # greedy, whatever the model recommends
 
     def generate(self, batch, length, count):
         ids = torch.tensor(prompts(batch, length))
