@@ -88,7 +88,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--host", "host", str, "Address to listen on; 0.0.0.0 is every interface."),
         Flag("--port", "port", int, "Port to listen on."),
         Flag("--api-key", "api_keys", str,
-             "Bearer key that clients must send; OCTAVO_API_KEY in the environment names one too.",
+             "Bearer key that clients must send; when left out, the environment's OCTAVO_API_KEY.",
              many=True, envvar="OCTAVO_API_KEY"),
         Flag("--allowed-origins", "allowed_origins", str, "Origin that browsers may call from.", many=True),
         Flag("--max-body-bytes", "max_body_bytes", size, "Larger request bodies are answered 413."),
