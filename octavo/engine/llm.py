@@ -178,7 +178,7 @@ class _Bar:
     def __init__(self, total: int, wanted: bool) -> None:
         self.bar: Progress | None = None
         self.tokens = 0
-        if wanted and sys.stderr.isatty():
+        if wanted and sys.stderr is not None and sys.stderr.isatty():
             rate = TextColumn("{task.fields[rate]}")
             columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), rate)
             self.bar = Progress(*columns, console=Console(stderr=True))

@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -45,8 +45,14 @@ def serve(engine_args: EngineArgs, server_args: ServerArgs, routes: Mapping[str,
         with bound(server_args.host, server_args.port) as sock:
             return _run(_serve(engine_args, server_args, sock, routes or {}))
     except OctavoError as err:
-        print(f"octavo: error: {err}", file=sys.stderr)
+        _say(f"octavo: error: {err}", sys.stderr)
         return err.exit_code
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """To whoever still listens: a server lives on when its log has been closed or is full."""
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
@@ -195,12 +201,12 @@ async def _first_of(timeout_s: float | None, *events: Coroutine[Any, Any, object
 def _announce(serving: Serving, sock: socket.socket) -> None:
     facts, base = serving.llm.facts, _base_url(*sock.getsockname()[:2])
     model = serving.llm.model_names[0]
-    print(
+    _say(
         f"Octavo {octavo.__version__} serves {model} on {facts.device} ({facts.dtype}, {facts.kernels} kernels,"
         f" context {facts.max_model_len} tokens)\n"
         f"  chat page  {base}/\n"
         f"  try        {example(base, model, keyed=bool(serving.args.api_keys))}",
-        flush=True,
+        sys.stdout,
     )
 
 

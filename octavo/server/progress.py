@@ -23,7 +23,7 @@ class LoadingBar:
 
     def __init__(self) -> None:
         self.bar: Progress | None = None
-        if sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
             self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self.tasks: dict[str, TaskID] = {}

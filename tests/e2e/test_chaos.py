@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -216,3 +219,46 @@ def test_a_bad_model_is_one_line_and_exit_code_2(tmp_path, model):
     assert text.startswith("octavo: error: ")
     assert text.count("\n") == 1
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("redirections", [">/dev/full 2>&1", ">&- 2>&- <&-", "2>&1 | true"])
+def test_a_server_lives_on_without_its_log(redirections, smollm2_path):
+    """Whatever it wants to say meanwhile: there is a line for each call."""
+    port = free_port()
+    program = f'echo $BASHPID >&3; exec "$0" {" ".join(NULL_SERVE)} "$@"'
+    words = [sys.executable, str(smollm2_path), "--port", str(port), "--enable-access-log", "--enable-log-requests"]
+    read, write = os.pipe()
+    shell = subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", f"({program}) 3>&{write} {redirections}", *words], stdin=subprocess.DEVNULL,
+        pass_fds=[write], env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
+    )  # fmt: skip
+    os.close(write)
+    with open(read) as pids, shell:
+        server = psutil.Process(int(pids.readline()))
+        try:
+            wait_until(lambda: ask(port, "GET", "/health") == 200, 60, "healthy")
+            for _ in range(3):
+                assert ask(port, "POST", COMPLETIONS, {"prompt": [9, 5, 6], "max_tokens": 3}) == 200
+            server.terminate()
+            assert shell.wait(30) == 0
+        finally:
+            if server.is_running():
+                server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(port: int, method: str, path: str, body: object = None) -> int:
+    """The status; 0 when nobody answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
