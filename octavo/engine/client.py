@@ -69,6 +69,8 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineFacts] = self._loop.create_future()
         self._died = asyncio.Event()
+        self._exited = asyncio.Event()
+        """set once our child is gone"""
         self._answered = asyncio.Event()
         self._on_progress: Callable[[Progress], None] = lambda _: None
         self._client_id = uuid.uuid4().hex
@@ -129,7 +131,7 @@ class EngineClient:
         def exited(status: str, last_line: str) -> None:
             said = f", its last words: {last_line}" if last_line else ""
             with suppress(RuntimeError):  # the loop may be closed by now
-                self._loop.call_soon_threadsafe(self._ended, EngineDead(f"the engine ended ({status}){said}"))
+                self._loop.call_soon_threadsafe(self._child_exited, EngineDead(f"the engine ended ({status}){said}"))
 
         self._child = await asyncio.to_thread(Child, program, settings, self.directory, exited)
 
@@ -176,9 +178,11 @@ class EngineClient:
         if self._child is not None:
             if not self.is_dead:
                 self._child.kill()
-                await self._died.wait()
             self._child.close()
-            await asyncio.to_thread(self._child.wait, END_S)  # it may have told us why it ends before it has
+            with suppress(asyncio.TimeoutError):  # it may have told us why it ends before it has
+                await asyncio.wait_for(self._exited.wait(), END_S)
+            if not self._exited.is_set():
+                self._child.kill()
         if self._owns_engine:
             remove_directory(self.directory)
         await self.close()
@@ -195,6 +199,10 @@ class EngineClient:
         self._socket.close(linger=0)
         self._context.term()
         os.close(self._lock)
+
+    def _child_exited(self, error: OctavoError) -> None:
+        self._exited.set()
+        self._ended(error)
 
     def _ended(self, error: OctavoError) -> None:
         """The engine is gone; what it sent before still counts."""
