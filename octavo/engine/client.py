@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import sys
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -38,10 +39,11 @@ from octavo.engine.messages import (
     decode_from_engine,
     encode,
 )  # fmt: skip
-from octavo.engine.process import Child, lock_path, make_directory, remove_directory, socket_address
+from octavo.engine.process import Child, lock_path, make_directory, remove_directory, socket_address, sweep_directories
 from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, UsageError, from_wire, to_wire
 
+MIN_OPEN_FILES = 64
 ENGINE_PROGRAM = (sys.executable, "-m", "octavo.engine.core")
 END_S = 5.0
 """how long an engine may take to end once nobody wants it any more"""
@@ -99,8 +101,14 @@ class EngineClient:
         `max_buffered_events` are held for a consumer of `generate` that is slow; beyond it its request is aborted.
         Raises the engine's own typed error when it cannot start, EngineDead when it dies on the way.
         """
+        _check_open_files()
+        sweep_directories()
         directory = make_directory()
-        client = cls(directory, max_buffered_events, owns_engine=True)
+        try:
+            client = cls(directory, max_buffered_events, owns_engine=True)
+        except (OSError, zmq.ZMQError) as err:
+            remove_directory(directory)
+            raise UsageError(f"the engine's socket cannot be made: {err}", fix="free what it lacks") from err
         spawning = asyncio.ensure_future(client._spawn(program, _settings(config, directory, log_prefix)))
         try:
             await asyncio.shield(spawning)
@@ -355,6 +363,15 @@ class _Stream:
         return events
 
 
+def _check_open_files() -> None:
+    """Raises UsageError for a limit so low that ZeroMQ would abort the whole process."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < MIN_OPEN_FILES:
+        raise UsageError(
+            f"this process may open {allowed} files", limit=f"at least {MIN_OPEN_FILES}", fix="raise it: ulimit -n 1024"
+        )
+
+
 def raise_if_forked(pid: int) -> None:
     """Raises UsageError in a fork of process `pid`: sockets and threads do not work there, and a wait would not end."""
     if os.getpid() != pid:
@@ -372,6 +389,8 @@ def _settings(config: EngineConfig, directory: str, log_prefix: str) -> dict[str
 
 def _hold_lock(directory: str, client_id: str) -> int:
     """A descriptor that holds the client's lock until it is closed or this process ends. Not inherited by children."""
-    lock = os.open(lock_path(directory, client_id), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = lock_path(directory, client_id)
+    lock = os.open(f"{path}.new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(f"{path}.new", path)  # so that nobody sees it unlocked
     return lock

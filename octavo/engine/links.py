@@ -5,7 +5,6 @@ No torch.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -29,7 +28,7 @@ from octavo.engine.messages import (
     decode_to_engine,
     encode,
 )  # fmt: skip
-from octavo.engine.process import lock_path, socket_address
+from octavo.engine.process import is_locked, lock_path, socket_address
 from octavo.errors import OctavoError, to_wire
 
 log = logging.getLogger(__name__)
@@ -119,21 +118,11 @@ class Links:
 
     def departed(self) -> list[str]:
         """Clients that no longer hold their lock; they are forgotten."""
-        gone = [client_id for client_id in self.links if not self._is_locked(client_id)]
+        gone = [client_id for client_id in self.links if not is_locked(lock_path(self.directory, client_id))]
         for client_id in gone:
             del self.links[client_id]
             lock_path(self.directory, client_id).unlink(missing_ok=True)
         return gone
-
-    def _is_locked(self, client_id: str) -> bool:
-        try:
-            with open(lock_path(self.directory, client_id), "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
 
     # -- start and end -------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ line, to the parent's standard error; the last line is kept to explain a death.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,14 +23,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+PREFIX = "octavo-"
 MAX_SOCKET_PATH = 80
 """bytes of a directory's path that leave room for a socket's name: the kernel allows 107 in all"""
 
 
 def make_directory() -> str:
     """A new directory that only this user can enter, short enough to hold Unix sockets."""
+    return tempfile.mkdtemp(prefix=PREFIX, dir=_parent())
+
+
+def _parent() -> str:
     parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="octavo-", dir=parent if len(parent) < MAX_SOCKET_PATH else "/tmp")
+    return parent if len(parent) < MAX_SOCKET_PATH else "/tmp"
+
+
+def sweep_directories() -> None:
+    """Removes directories of ours whose engine and clients were all killed at once, so that none could do it.
+
+    Such a one holds only what engines put there, and locks, of which nobody holds one. One without a lock may be
+    another program's, or so new that its lock is still to come.
+    """
+    for path in Path(_parent()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            facts = path.lstat()
+            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+                continue
+            names = {entry.name for entry in path.iterdir()}
+            locks = {name for name in names if name.endswith(".lock")}
+            if locks and names - locks <= {"engine.sock", "rendezvous"} and not any(is_locked(path / n) for n in locks):
+                remove_directory(str(path))
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock; no for a file that is not there."""
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def remove_directory(path: str) -> None:

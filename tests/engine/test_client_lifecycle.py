@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from contextlib import asynccontextmanager
@@ -384,3 +385,52 @@ async def _in_a_fork(client):
             await use
     await client.shutdown()
     await client.close()
+
+
+STARTING = """
+import asyncio, resource, sys
+from octavo.engine.client import EngineClient
+from octavo.errors import UsageError
+from tests.engine.test_client_lifecycle import PROGRAM, config
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2)
+async def main():
+    client = await EngineClient.start(config(), program=PROGRAM)
+    await client.shutdown()
+try:
+    asyncio.run(main())
+except UsageError as err:
+    print(err)
+"""
+
+
+@pytest.mark.parametrize("files", [12, 20, 63, 64])
+def test_too_few_open_files_are_one_line_and_leave_nothing(tmp_path, files):
+    done = subprocess.run(
+        [sys.executable, "-c", STARTING, str(files)], capture_output=True, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)}, timeout=60,
+    )  # fmt: skip
+    said = "" if files == 64 else f"this process may open {files} files; limit: at least 64; fix: raise it: ulimit"
+    assert done.stdout.startswith(said), done
+    assert bool(done.stdout) == bool(said), done
+    assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (0, "", [])
+
+
+async def test_what_a_killed_engine_and_client_left_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    others = {"octavo-mine": "notes.txt", "octavo-both": "a.lock", "octavo-new": None}
+    for name, file in others.items():
+        (tmp_path / name).mkdir()
+        if file:
+            (tmp_path / name / file).touch()
+    (tmp_path / "octavo-both" / "notes.txt").touch()
+    async with engine() as living, other_process([SLOW]) as (parent, pid, directory):
+        os.kill(pid, signal.SIGSTOP)  # so that it does not see its parent's end
+        parent.kill()
+        parent.wait()
+        os.kill(pid, signal.SIGKILL)
+        assert exists(directory)
+        async with engine() as client:
+            assert not exists(directory)
+            assert {*others, *map(os.path.basename, (living.directory, client.directory))} == set(os.listdir(tmp_path))
+            assert (await collect(living, request("r", 9)))[-1].finish_reason == "length"
