@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -28,6 +29,7 @@ from pathlib import Path
 from octavo.errors import BadModelFile, UsageError
 from octavo.hub.embedded import EmbeddedModel
 
+log = logging.getLogger("octavo.hub")
 Progress = Callable[[str, int, int], None]
 """(stage, done_bytes, total_bytes); stages are wait, download, unpack and verify"""
 _BLOCK = 4 << 20
@@ -35,7 +37,10 @@ _POLL_SECONDS = 0.1
 
 
 def fetch(model: EmbeddedModel, cache: Path, progress: Progress) -> Path:
-    """The checked file's path. Needs no network once it is there. Raises UsageError or BadModelFile."""
+    """The checked file's path. Needs no network once it is there, nor a cache that can be written.
+
+    Raises UsageError or BadModelFile.
+    """
     target = cache / model.name / model.file
     if _is_verified(model, target) and _generation_config(target).exists():
         return target
@@ -48,11 +53,19 @@ def fetch(model: EmbeddedModel, cache: Path, progress: Progress) -> Path:
             if not _generation_config(target).exists():
                 _replace(_generation_config(target), model.generation_config)
     except OSError as error:
+        if _is_right(model, target, progress):
+            _warn(target, error)
+            return target
         raise UsageError(
             f"{model.name} cannot be put into {cache}: {error}",
             fix="make room or give another folder with --download-dir or OCTAVO_CACHE", param="download_dir",
         ) from error  # fmt: skip
     return target
+
+
+def _warn(target: Path, error: OSError) -> None:
+    lost = "" if _generation_config(target).exists() else ", and its recommended sampling defaults are not used"
+    log.warning("%s is checked at every start%s: its folder cannot be written (%s)", target, lost, error.strerror)
 
 
 def _record(target: Path) -> Path:
@@ -82,18 +95,25 @@ def _is_verified(model: EmbeddedModel, target: Path) -> bool:
 
 def _verify(model: EmbeddedModel, target: Path, progress: Progress) -> bool:
     """Whether a file that is there already is the right one; then that is recorded."""
-    if not target.exists() or target.stat().st_size != model.size:
+    right = _is_right(model, target, progress)
+    if right:
+        _replace(_record(target), _identity(model, target))
+    return right
+
+
+def _is_right(model: EmbeddedModel, target: Path, progress: Progress) -> bool:
+    try:
+        if target.stat().st_size != model.size:
+            return False
+        digest, done = hashlib.sha256(), 0
+        with target.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+                done += len(block)
+                progress("verify", done, model.size)
+    except OSError:
         return False
-    digest, done = hashlib.sha256(), 0
-    with target.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            done += len(block)
-            progress("verify", done, model.size)
-    if digest.hexdigest() != model.sha256:
-        return False
-    _replace(_record(target), _identity(model, target))
-    return True
+    return digest.hexdigest() == model.sha256
 
 
 def _replace(path: Path, content: Mapping[str, object]) -> None:

@@ -164,6 +164,23 @@ def test_a_cache_that_cannot_be_written(tiny, tmp_path):
         resolve_model("tiny", str(tmp_path / "file" / "below"))
 
 
+@pytest.mark.parametrize("blocked", ["Tiny.gguf.lock", "Tiny.gguf.verified.new", "generation_config.json.new"])
+@pytest.mark.parametrize("right", [True, False])
+def test_a_right_file_in_a_cache_that_cannot_be_written(tiny, content, tmp_path, monkeypatch, caplog, blocked, right):
+    """A folder in the place of a file that would be written: unlike rights, it also stops a test run as root."""
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nonexistent")
+    (tmp_path / "cache" / "tiny" / blocked).mkdir(parents=True)
+    file = tmp_path / "cache" / "tiny" / "Tiny.gguf"
+    file.write_bytes(content if right else content[::-1])
+    if not right:
+        with pytest.raises(UsageError):
+            resolve_model("tiny")
+        return
+    assert resolve_model("tiny") == file
+    (record,) = caplog.records
+    assert "sampling defaults are not used: its folder cannot be written" in record.getMessage()
+
+
 def start_fetching(model: embedded.EmbeddedModel) -> subprocess.Popen[str]:
     program = (
         "import json, sys; from octavo.hub import embedded; from octavo.hub.resolve import resolve_model\n"
