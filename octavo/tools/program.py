@@ -6,6 +6,7 @@ Imports next to nothing, so that it is in force before the imports that take tim
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ def begin() -> None:
             assert opened == number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with what a terminal's encoding lacks
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
         signal.signal(signal.SIGINT, _end)
 

@@ -22,6 +22,8 @@ octavo run smollm2 "What is a page table?"
 octavo run smollm2 --temperature 0 --json < question.txt
 octavo run ./model.gguf --system "Answer in French." --max-tokens 200 "Who are you?"
 """
+MAX_PROMPT_BYTES = 16 << 20
+"""as much as a server takes in a request"""
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HELP = {
     "max_tokens": "Longest answer, in tokens.",
@@ -40,7 +42,7 @@ def run(words: Sequence[str], system: str | None, as_json: bool, **given: Any) -
         raise UsageError(f"the prompt is {len(words)} arguments", limit="one", fix="put it between quotes")
     prompt = words[0] if words else None
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        prompt = sys.stdin.read()
+        prompt = _piped()
     if prompt is not None and not prompt.strip():
         raise UsageError("the prompt is empty", fix="octavo run MODEL 'a question', or give none to chat")
     if prompt is None and as_json:
@@ -59,6 +61,17 @@ def run(words: Sequence[str], system: str | None, as_json: bool, **given: Any) -
         else:
             ask(session, prompt, system, sampling, as_json)
     return 0
+
+
+def _piped() -> str:
+    """All of stdin. Raises UsageError where that is endless or no text."""
+    content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
+        raise UsageError("the prompt on stdin is too large", limit=f"{MAX_PROMPT_BYTES} bytes", fix="shorten it")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt on stdin is no text: {error}", fix="give it in UTF-8") from error
 
 
 def ask(session: Any, prompt: str, system: str | None, sampling: dict[str, Any], as_json: bool) -> None:

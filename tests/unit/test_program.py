@@ -76,3 +76,20 @@ def test_ctrl_c_while_something_is_imported(tmp_path: Path, module: str, words: 
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("stdin", "says"), [
+    ("/dev/zero", "the prompt on stdin is too large"), ("<(printf 'a\\xff')", "the prompt on stdin is no text"),
+    ("/dev/null", "the prompt is empty"), ("<(printf 'a\\r\\n')", "no model is called"),
+])  # fmt: skip
+def test_prompts_on_stdin(stdin, says):
+    result = shell("octavo run no-such-model", f"< {stdin}")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert says in result.stderr
+
+
+def test_what_the_output_cannot_show_is_escaped():
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    code = "from octavo.tools.program import begin; begin(); print('é')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert result.stdout == "\\xe9\n"
