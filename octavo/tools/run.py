@@ -38,6 +38,7 @@ HELP = {
 def run(words: Sequence[str], system: str | None, as_json: bool, **given: Any) -> int:
     engine_args, _ = collect(given)
     require_torch()
+    sampling = _sampling(given)
     if len(words) > 1:
         raise UsageError(f"the prompt is {len(words)} arguments", limit="one", fix="put it between quotes")
     prompt = words[0] if words else None
@@ -49,9 +50,6 @@ def run(words: Sequence[str], system: str | None, as_json: bool, **given: Any) -
         raise UsageError("--json needs a prompt", fix="octavo run MODEL --json 'a question'", param="json")
     from octavo.tools.session import Session
 
-    sampling = {name: given[name] for name in SAMPLING if given.get(name) is not None}
-    if given.get("seed") is not None:
-        sampling["seed"] = given["seed"]
     raise_on_interrupt()
     with Session(engine_args) as session:
         if prompt is None:
@@ -61,6 +59,15 @@ def run(words: Sequence[str], system: str | None, as_json: bool, **given: Any) -
         else:
             ask(session, prompt, system, sampling, as_json)
     return 0
+
+
+def _sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that were given. Raises InvalidRequest for one out of range."""
+    from octavo.engine.types import SamplingParams
+
+    sampling = {name: given[name] for name in (*SAMPLING, "seed") if given.get(name) is not None}
+    SamplingParams(**sampling).verify(vocab_size=1, max_logprobs=0)  # what depends on the model cannot be given here
+    return sampling
 
 
 def _piped() -> str:

@@ -12,6 +12,7 @@ from octavo.config import EngineArgs, ModelFacts, Range, ServerArgs, resolve
 from octavo.engine.llm import LLM
 from octavo.errors import UsageError
 from octavo.server.args import FLAGS, size
+from octavo.tools.run import SAMPLING
 from tests.matrix import SEED
 from tests.unit.test_cli import octavo, parse
 
@@ -115,3 +116,11 @@ def test_a_size_in_a_message_is_exact():
     value = RNG.randint(10**29, 10**30)
     with pytest.raises(UsageError, match=f"^--max-model-len {value} is out of range"):
         parse("m", f"--max-model-len={value}")
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_options_are_checked_before_a_model_is_looked_for(name):
+    value = -RNG.randint(2, 1 << 40)
+    result = octavo("run", "no-such-model", "hi", f"--{name.replace('_', '-')}={value}")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert f"{name} is {value}" in result.stderr, f"OCTAVO_SEED={SEED}"
