@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
 
@@ -19,6 +20,11 @@ UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 """values of `tokenizer.ggml.token_type`; 1 is a normal token"""
 _TEMPLATE = "tokenizer.chat_template"
 _IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_KINDS = {
+    "tokenizer.ggml.model": str, "tokenizer.ggml.pre": str, "tokenizer.ggml.tokens": list[str],
+    "tokenizer.ggml.token_type": list[int], "tokenizer.ggml.merges": list[str], "tokenizer.ggml.scores": list[float],
+    _TEMPLATE: str, "tokenizer.chat_templates": list[str],
+}  # fmt: skip
 _SPACE = "▁"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -30,7 +36,9 @@ def load(path: Path) -> Tokenizer:
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Raises BadModelFile naming the key that is missing, unknown or does not fit the others."""
+    """Raises BadModelFile naming the key that is missing, unknown, of another type or does not fit the others."""
+    for key, kind in _KINDS.items():
+        _check_kind(key, metadata.get(key), kind)
     model = _get(metadata, "model", str)
     tokens: list[str] = _get(metadata, "tokens", list)
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -49,6 +57,13 @@ def from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         )  # fmt: skip
     _add_tokens(encoder, tokens, types)
     return Tokenizer(encoder, _vocabulary(metadata, model, tokens, types), _facts(metadata, tokens, add_bos))
+
+
+def _check_kind(key: str, value: Any, kind: Any) -> None:
+    try:
+        msgspec.convert(value, kind | None)
+    except msgspec.ValidationError as error:
+        raise BadModelFile(f"the GGUF file's {key}: {error}", fix="fetch or convert the file again") from None
 
 
 def _get(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -131,7 +146,10 @@ def _facts(metadata: Mapping[str, Any], tokens: Sequence[str], add_bos: bool) ->
     named = {name: id for name, id in ids.items() if id is not None}
     templates = {"default": metadata[_TEMPLATE]} if metadata.get(_TEMPLATE) else {}
     for name in metadata.get("tokenizer.chat_templates") or []:
-        templates[name] = metadata[f"{_TEMPLATE}.{name}"]
+        key = f"{_TEMPLATE}.{name}"
+        if not isinstance(metadata.get(key), str):
+            raise BadModelFile(f"the GGUF file names a chat template {name!r} and has no text in {key}")
+        templates[name] = metadata[key]
     return Facts(
         named=named, chat_templates=templates,
         prefix=_frame(metadata, "bos", named, add_bos), suffix=_frame(metadata, "eos", named, False),

@@ -253,3 +253,26 @@ def test_named_templates_of_gguf():
     }
     tokenizer = from_gguf.from_metadata({**metadata(), **named})
     assert (tokenizer.chat_template, tokenizer.tool_template) == ("plain", "with tools")
+
+
+_G = "tokenizer.ggml."
+BYTE_LEVEL = {
+    f"{_G}model": "gpt2", f"{_G}tokens": ["a", "b", "ab", "<s>"], f"{_G}token_type": [1, 1, 1, 3],
+    f"{_G}merges": ["a b"], f"{_G}bos_token_id": 3,
+}  # fmt: skip
+SPM = {**BYTE_LEVEL, f"{_G}model": "llama", f"{_G}scores": [0.0, 0.0, -1.0, 0.0]}
+OTHERS = [f"{_G}pre", f"{_G}eos_token_id", "tokenizer.chat_template", "tokenizer.chat_templates"]
+VALUES = (5, "x", 1.5, True, [], [5], ["x"], [[1]], [1, 2, 3, 4], ["a"] * 4, [1.5] * 4, 10**12, -1, None)
+
+
+@pytest.mark.parametrize("metadata", [BYTE_LEVEL, SPM], ids=["gpt2", "llama"])
+def test_metadata_of_another_type_is_refused_or_understood(metadata):
+    from_gguf.from_metadata(metadata)
+    for key in (*metadata, *OTHERS):
+        for value in VALUES:
+            try:
+                from_gguf.from_metadata({**metadata, key: value})
+            except BadModelFile:
+                continue
+            except Exception as error:
+                pytest.fail(f"{key} {value!r}: {error!r}")
