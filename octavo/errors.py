@@ -11,6 +11,7 @@
     │   └── TemplateError       400, exit 2   a chat template that fails, loops or reaches too far
     ├── Overloaded              503           queues are full; `retry_after_s` says when to come back
     └── EngineDead              503, exit 1   the engine process ended
+        └── EngineHangs         503, exit 1   it is there, but does not step
 
 A message is one line: the cause with the value, then the limit, then the fix. `assert` is for our own bugs.
 """
@@ -79,6 +80,10 @@ class Overloaded(OctavoError):
 
 class EngineDead(OctavoError):
     status, kind = 503, "ServiceUnavailableError"
+
+
+class EngineHangs(EngineDead):
+    pass
 
 
 def to_wire(error: OctavoError) -> dict[str, object]:

@@ -40,10 +40,26 @@ from octavo.engine.messages import (
     encode,
 )  # fmt: skip
 from octavo.engine.process import Child, lock_path, make_directory, remove_directory, socket_address, sweep_directories
+from octavo.engine.pulse import read_pulse
 from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
-from octavo.errors import EngineDead, InvalidRequest, OctavoError, Overloaded, UsageError, from_wire, to_wire
+from octavo.errors import (
+    EngineDead,
+    EngineHangs,
+    InvalidRequest,
+    OctavoError,
+    Overloaded,
+    UsageError,
+    from_wire,
+    to_wire,
+)
 
 MIN_OPEN_FILES = 64
+ANSWER_S = 1.0
+"""how long the loop of a healthy engine may take to answer; in a long step it cannot"""
+STOPPED_S = 1.5
+"""without a beat of its side thread, which beats every quarter of a second, an engine's process does not run"""
+LONGEST_STEP_S = 60.0
+"""longer than any sane step, even of a large prefill on a small CPU"""
 ENGINE_PROGRAM = (sys.executable, "-m", "octavo.engine.core")
 END_S = 5.0
 """how long an engine may take to end once nobody wants it any more"""
@@ -158,16 +174,35 @@ class EngineClient:
         assert self.error is not None
         return self.error
 
-    async def check_health(self, timeout_s: float = 10.0) -> None:
-        """Returns when the engine's loop has answered. Raises EngineDead when it is dead or does not answer in time."""
+    async def check_health(self, longest_step_s: float = LONGEST_STEP_S) -> None:
+        """Returns when the engine's loop has answered, or may well be in a long step; within about a second.
+
+        Raises EngineDead when it is dead, its process does not run, or its loop has not turned for `longest_step_s`.
+        """
         self._raise_if_dead()
         self._answered.clear()
         self._send(Ping())
         with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._answered.wait(), timeout_s)
+            await asyncio.wait_for(self._answered.wait(), ANSWER_S)
         self._raise_if_dead()
         if not self._answered.is_set():
-            raise EngineDead("the engine does not answer", limit=f"{timeout_s} s", fix="see its log, or restart it")
+            self._look_for_life(longest_step_s)
+
+    def _look_for_life(self, longest_step_s: float) -> None:
+        try:
+            beat_s, turn_s = read_pulse(self.directory)
+        except OSError as err:
+            raise EngineDead(f"the engine is gone from {self.directory}") from err
+        if beat_s > STOPPED_S:
+            raise EngineHangs(
+                f"the engine has not stepped for {turn_s:.0f} s, and its process does not run",
+                limit=f"{STOPPED_S} s", fix="continue or restart it",
+            )  # fmt: skip
+        if turn_s > longest_step_s:
+            raise EngineHangs(
+                f"the engine has not stepped for {turn_s:.0f} s", limit=f"{longest_step_s:g} s for a step",
+                fix="see its log, or restart it",
+            )  # fmt: skip
 
     async def shutdown(self, drain: bool = False, timeout_s: float = 10.0) -> None:
         """Ends the engine: after its running requests (`drain`) or at once; by force after `timeout_s`. And closes.

@@ -29,6 +29,7 @@ from octavo.engine.messages import (
     encode,
 )  # fmt: skip
 from octavo.engine.process import is_locked, lock_path, socket_address
+from octavo.engine.pulse import Pulse
 from octavo.errors import OctavoError, to_wire
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Links:
         self.links: dict[str, Link] = {}
         self._max_unacked = max_unacked
         self._facts: EngineFacts | None = None
+        self._pulse = Pulse(directory)
         self._early: list[tuple[str, ToEngine]] = []
         self._progress: Progress | None = None
         self._last_progress = 0.0
@@ -72,6 +74,7 @@ class Links:
         received, self._early = self._early, []
         if not received:
             self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
+        self._pulse.turn()
         with suppress(BlockingIOError):
             self._wake_here.recv(64)
         for _ in range(MESSAGES_AT_ONCE):

@@ -23,7 +23,7 @@ from octavo.wire.responses import ModelCard, ModelList, ModelPermission
 
 
 async def health(serving: Serving, request: Request) -> Response:
-    """200 when the engine's own loop has answered just now."""
+    """200 while the engine steps; says so within about a second."""
     if serving.draining:
         raise Overloaded("the server is shutting down", retry_after_s=10, fix="send the request elsewhere")
     await serving.llm.check_health()

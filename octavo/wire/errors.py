@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from octavo.errors import EngineDead, OctavoError
+from octavo.errors import EngineDead, EngineHangs, OctavoError
 
 
 def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
@@ -30,5 +30,6 @@ def body_of(error: OctavoError) -> bytes:
     """What a client may read of it: not the engine's last words, nor what broke inside."""
     if error.status == 500:
         return INTERNAL
-    message = "the engine is not running; fix: try again later" if isinstance(error, EngineDead) else str(error)
+    dead = isinstance(error, EngineDead) and not isinstance(error, EngineHangs)
+    message = "the engine is not running; fix: try again later" if dead else str(error)
     return error_body(message, error.kind, error.status, error.param)
