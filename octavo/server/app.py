@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.types import ASGIApp
 
@@ -59,6 +59,7 @@ def build_app(serving: Serving, routes: Mapping[str, Handler] | None = None) -> 
     app.add_api_route("/", _page, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(OctavoError, _octavo_error)
     app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_bug)
     return _surrounded(app, serving)

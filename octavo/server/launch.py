@@ -22,6 +22,7 @@ from octavo.config import EngineArgs, ServerArgs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.errors import EngineDead, OctavoError, UsageError
 from octavo.server.app import Handler, build_app
+from octavo.server.connections import KEEP_ALIVE_S, max_connections, protocol
 from octavo.server.progress import LoadingBar
 from octavo.server.serving import Serving
 
@@ -162,8 +163,8 @@ async def _loaded(args: EngineArgs, limit: int, signals: Signals) -> AsyncLLM | 
 
 def _config(app: ASGIApp, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
-        app, log_config=None, access_log=access_log, lifespan="off", ws="none",
-        http="httptools", server_header=False, timeout_graceful_shutdown=GRACEFUL_CLOSE_S,
+        app, log_config=None, access_log=access_log, lifespan="off", ws="none", http=protocol(max_connections()),
+        timeout_keep_alive=KEEP_ALIVE_S, server_header=False, timeout_graceful_shutdown=GRACEFUL_CLOSE_S,
     )  # fmt: skip
 
 

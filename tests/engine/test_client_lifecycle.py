@@ -201,7 +201,7 @@ async def test_a_hung_engine_is_noticed_and_shut_down():
     async with engine() as client:
         task = asyncio.create_task(collect(client, request("a", HANG)))
         await asyncio.sleep(0.2)
-        with pytest.raises(EngineDead, match="has not stepped for 1 s; limit: 0.3 s"):
+        with pytest.raises(EngineDead, match=r"has not stepped for 1 s; limit: 0.3 s"):
             await client.check_health(0.3)
         await client.shutdown(timeout_s=0.3)
         assert (await task)[-1].finish_reason == "error"
