@@ -47,11 +47,12 @@ def _no_tokenizer(folder: Path) -> BadModelFile:
 
 
 def _read(file: Path) -> str:
-    size = file.stat().st_size
-    if size > _MAX_BYTES:
-        raise BadModelFile(f"{file} has {size} bytes", limit=f"{_MAX_BYTES} bytes")
     try:
-        text = file.read_text("utf-8")
+        with file.open("rb") as opened:
+            content = opened.read(_MAX_BYTES + 1)  # a device has no size to ask for
+        if len(content) > _MAX_BYTES:
+            raise BadModelFile(f"{file} is too large", limit=f"{_MAX_BYTES} bytes")
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadModelFile(f"{file} cannot be read: {error}") from error
     if text.startswith("version https://git-lfs"):

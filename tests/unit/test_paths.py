@@ -9,7 +9,7 @@ import torch
 
 from octavo.config import EngineArgs
 from octavo.engine.model_text import prepare
-from octavo.errors import ModelNotFound, UsageError
+from octavo.errors import BadModelFile, ModelNotFound, UsageError
 from octavo.server.args import MAX_CONFIG_BYTES, MAX_TEMPLATE_BYTES
 from tests.matrix import SEED
 from tests.models_fixtures import random_model, save
@@ -94,3 +94,10 @@ def test_values_of_a_config_are_taken_as_they_are_written(tmp_path):
     engine, server = parse("m", "--config", str(tmp_path / "c.yaml"))
     assert server.api_keys == ("0123", "1_0", "yes")
     assert engine.served_model_name == ("1.50",)
+
+
+def test_an_endless_tokenizer(model_folder, monkeypatch):
+    limit = RNG.randint(1000, 100_000)
+    monkeypatch.setattr("octavo.text.from_json._MAX_BYTES", limit)
+    with pytest.raises(BadModelFile, match=f"^/dev/zero is too large; limit: {limit} bytes"):
+        prepare(EngineArgs(str(model_folder), tokenizer="/dev/zero"), None)
