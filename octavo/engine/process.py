@@ -51,7 +51,8 @@ def sweep_directories() -> None:
                 continue
             names = {entry.name for entry in path.iterdir()}
             locks = {name for name in names if name.endswith(".lock")}
-            if locks and names - locks <= {"engine.sock", "pulse", "rendezvous"} and not any(is_locked(path / n) for n in locks):
+            ours = names - locks <= {"engine.sock", "pulse", "rendezvous"}
+            if locks and ours and not any(is_locked(path / name) for name in locks):
                 remove_directory(str(path))
 
 
