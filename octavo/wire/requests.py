@@ -6,6 +6,7 @@ way in: it turns a body into a request and reports the fields that nobody knows.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -223,7 +224,9 @@ def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as err:
-        raise InvalidRequest(f"the body is not valid JSON: {err}", fix="send a JSON object") from err
+        half = _half_a_pair(body)
+        cause = f"a string holds half a surrogate pair ({half})" if half else err
+        raise InvalidRequest(f"the body is not valid JSON: {cause}", fix="send a JSON object") from err
     if not isinstance(values, dict):
         raise InvalidRequest(f"the body is a JSON {_kind(values)}", limit="a JSON object", fix="send an object")
     try:
@@ -239,6 +242,18 @@ def read(kind: type[AnyRequest], body: bytes) -> tuple[AnyRequest, list[str]]:
             f"the body has {len(unknown)} unknown fields", limit=f"{MAX_UNKNOWN_FIELDS}", fix="leave them out"
         )
     return request, unknown
+
+
+ESCAPES = re.compile(
+    rb"\\(?:u[dD]([89abAB])[0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}())?|u[dD]([c-fC-F])[0-9a-fA-F]{2}|.)", re.S
+)
+"""of JSON; the first group is of a high surrogate, the second of the low one after it, the third of a lone low one"""
+
+
+def _half_a_pair(body: bytes) -> str | None:
+    """The first escape of a surrogate that stands alone."""
+    alone = (m for m in ESCAPES.finditer(body) if (m[1] and m[2] is None) or m[3])
+    return next((m[0].decode("ascii") for m in alone), None)
 
 
 def _kind(value: object) -> str:

@@ -47,6 +47,21 @@ def test_what_is_no_json_object_is_refused(raw):
         read(CompletionRequest, raw)
 
 
+@pytest.mark.parametrize(("text", "said"), [
+    (r"\ud83d", r"half a surrogate pair (\ud83d)"), (r"a\uDE00b", r"half a surrogate pair (\uDE00)"),
+    (r"\ud83d\ud83d\ude00", r"half a surrogate pair (\ud83d)"), (r"\\\ud83d\n", r"half a surrogate pair (\ud83d)"),
+    (r"\ud83d\ude00", None), (r"\\ud83d", None),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_called_that(text, said):
+    raw = b'{"prompt": "' + text.encode() + b'"}'
+    if said is None:
+        assert read(CompletionRequest, raw)[0].prompts()
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        read(CompletionRequest, raw)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
 def test_the_four_kinds_of_prompt(prompt):
     request, unknown = read(CompletionRequest, body({"prompt": prompt}))
