@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 import octavo
 from octavo.errors import OctavoError
 from octavo.server import chat, completions, facts
-from octavo.server.middleware import Admitted, Authenticated, BodyLimit, Observed, RequestId
+from octavo.server.middleware import Admitted, Authenticated, BodyLimit, HeadAsGet, Observed, RequestId
 from octavo.server.replies import error_response
 from octavo.server.serving import Serving
 from octavo.server.stream import CLIENT_GONE, ClientGone
@@ -74,7 +74,7 @@ def _surrounded(app: ASGIApp, serving: Serving) -> ASGIApp:
         app = Authenticated(app, args.api_keys)
     if args.allowed_origins:
         app = CORSMiddleware(app, allow_origins=args.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    return RequestId(Observed(app, serving.metrics.http))
+    return HeadAsGet(RequestId(Observed(app, serving.metrics.http)))
 
 
 def _bound(serving: Serving, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from octavo.engine.types import SamplingParams
 from octavo.errors import InvalidRequest, NotSupported
 from octavo.server.replies import json_response
-from octavo.server.serving import Choice, Prompt, Serving
+from octavo.server.serving import Choice, Prompt, Serving, json_body
 from octavo.server.stream import EventStream, until_gone
 from octavo.wire.errors import shown
 
@@ -39,7 +39,7 @@ class LineStream(EventStream):
 
 
 async def generate(serving: Serving, request: Request) -> Response:
-    prompt, stream, params = _read(await request.body())
+    prompt, stream, params = _read(await json_body(request))
     token_ids = await until_gone(request, serving.llm.encode(prompt))
     asked = Prompt(prompt, token_ids, serving.llm.check(token_ids, params))
     texts = _texts(serving, f"generate-{request.state.request_id}", asked)

@@ -53,6 +53,18 @@ class RequestId:
         return await self.app(scope, receive, with_id)
 
 
+class HeadAsGet:
+    """HEAD is answered like GET; the server leaves the body away."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        return await self.app(scope, receive, send)
+
+
 class Observed:
     """Tells `observe` of every answered request."""
 

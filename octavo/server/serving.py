@@ -58,7 +58,7 @@ class Serving:
 
     async def read(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
         """The body as a checked request; long ones are parsed beside the event loop."""
-        body = await request.body()
+        body = await json_body(request)
         if len(body) > PARSE_IN_THREAD_BYTES:
             parsed, unknown = await asyncio.to_thread(read, kind, body)
         else:
@@ -105,6 +105,22 @@ class Serving:
             timing = self.llm.timing_of(engine_id)
             streams.append(self.metrics.observed(stream, len(prompt.token_ids), prompt.params, timing))
         return aclosing(merged(streams))
+
+
+async def json_body(request: Request) -> bytes:
+    """Raises NotJson for a body of another type, or of none: any web page may send such a one without asking first."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise NotJson(kind)
+    return await request.body()
+
+
+class NotJson(InvalidRequest):
+    status, kind = 415, "UnsupportedMediaTypeError"
+
+    def __init__(self, kind: str) -> None:
+        shown = f"Content-Type is {kind[:60]}" if kind else "Content-Type is missing"
+        super().__init__(shown, limit="application/json", fix="send the header Content-Type: application/json")
 
 
 @dataclass

@@ -25,6 +25,9 @@ NULL_SERVE = ("-m", "tests.e2e.null_server")
 """the same over the null engine of `tests/engine`: all of the server and the engine's loop, but no model"""
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 class ServerProcess:
     """Starts at once; `ready` waits for the address. Use as a context manager."""
 
@@ -91,7 +94,8 @@ class ServerProcess:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             data = body if body is None or isinstance(body, bytes) or hasattr(body, "__next__") else json.dumps(body)
-            connection.request(method, path, data, headers or {}, encode_chunked=hasattr(body, "__next__"))
+            given = (JSON if body is not None else {}) | (headers or {})
+            connection.request(method, path, data, given, encode_chunked=hasattr(body, "__next__"))
             response = connection.getresponse()
             names = {name.lower(): value for name, value in response.getheaders()}
             return response.status, names, response.read()
@@ -137,7 +141,7 @@ class RawStream:
         self.socket.settimeout(60)
         self.socket.connect((host, port))
         data = json.dumps(body).encode()
-        fields = {"Host": host, "Connection": "close", "Content-Length": len(data), **(headers or {})}
+        fields = {"Host": host, "Connection": "close", "Content-Length": len(data), **JSON, **(headers or {})}
         head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self.socket.sendall(head.encode() + b"\r\n" + data)
 

@@ -85,6 +85,27 @@ def test_paths_and_methods_that_there_are_not(guarded):
         assert path in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_only_json_is_taken_for_json(guarded, path):
+    """Other types a page of any origin may post without asking first."""
+    for wrong in ("text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"):
+        headers = bearer(KEYS[0]) | {"Content-Type": wrong}
+        status, _, body = guarded.call("POST", path, COMPLETION | {"tokens": [1], "messages": []}, headers)
+        assert (status, json.loads(body)["error"]["code"]) == (415, 415)
+        assert "application/json" in json.loads(body)["error"]["message"]
+    right = bearer(KEYS[0]) | {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert guarded.call("POST", path, COMPLETION | {"tokens": [1], "messages": []}, right)[0] in (200, 400)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/metrics", "/", "/v1/models"])
+def test_head_is_get_without_the_body(guarded, path):
+    answers = [guarded.call(method, path, None, bearer(KEYS[0])) for method in ("GET", "HEAD")]
+    assert [status for status, _, _ in answers] == [200, 200]
+    assert answers[1][2] == b""
+    assert answers[0][1].keys() == answers[1][1].keys()
+    assert guarded.call("HEAD", "/v1/completions", None, bearer(KEYS[0]))[0] == 405
+
+
 def test_request_ids_are_taken_when_harmless(guarded):
     for given in ("abc-123", "a" * 128):
         headers = bearer(KEYS[0]) | {"X-Request-Id": given}
