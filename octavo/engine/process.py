@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import stat
@@ -26,6 +27,7 @@ from typing import Any
 PREFIX = "octavo-"
 MAX_SOCKET_PATH = 80
 """bytes of a directory's path that leave room for a socket's name: the kernel allows 107 in all"""
+_LOCK_NAME = re.compile(r"[0-9a-f]{32}\.lock")
 
 
 def make_directory() -> str:
@@ -35,36 +37,53 @@ def make_directory() -> str:
 
 def _parent() -> str:
     parent = tempfile.gettempdir()
-    return parent if len(parent) < MAX_SOCKET_PATH else "/tmp"
+    return parent if len(os.fsencode(parent)) < MAX_SOCKET_PATH else "/tmp"
 
 
 def sweep_directories() -> None:
     """Removes directories of ours whose engine and clients were all killed at once, so that none could do it.
 
-    Such a one holds only what engines put there, and locks, of which nobody holds one. One without a lock may be
-    another program's, or so new that its lock is still to come.
+    Such a one holds exactly what engines and clients make, by name and kind, and locks, of which nobody holds one. One
+    without a lock may be another program's, or so new that its lock is still to come.
     """
     for path in Path(_parent()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             facts = path.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
                 continue
-            names = {entry.name for entry in path.iterdir()}
-            locks = {name for name in names if name.endswith(".lock")}
-            ours = names - locks <= {"engine.sock", "pulse", "rendezvous"}
-            if locks and ours and not any(is_locked(path / name) for name in locks):
-                remove_directory(str(path))
+            files = list(path.iterdir())
+            locks = [file for file in files if _LOCK_NAME.fullmatch(file.name)]
+            if locks and all(map(_is_ours, files)) and not any(map(is_locked, locks)):
+                for file in files:
+                    file.unlink()
+                path.rmdir()
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether a file in an engine's directory is what an engine or a client puts there."""
+    facts = file.lstat()
+    regular = stat.S_ISREG(facts.st_mode)
+    if _LOCK_NAME.fullmatch(file.name):
+        return regular and facts.st_size == 0
+    if file.name == "engine.sock":
+        return stat.S_ISSOCK(facts.st_mode)
+    return regular and file.name in ("pulse", "rendezvous")
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock; no for a file that is not there."""
+    """Whether a process holds the lock; no for a file that is not there, yes when that cannot be found out."""
     try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
     except OSError:
-        pass
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
     return False
 
 

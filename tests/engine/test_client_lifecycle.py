@@ -418,12 +418,18 @@ def test_too_few_open_files_are_one_line_and_leave_nothing(tmp_path, files):
 async def test_what_a_killed_engine_and_client_left_is_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    others = {"octavo-mine": "notes.txt", "octavo-both": "a.lock", "octavo-new": None}
+    lock = "0" * 32 + ".lock"
+    others = {"octavo-mine": "notes.txt", "octavo-poetry": "poetry.lock", "octavo-both": lock, "octavo-new": None}
+    others |= {"octavo-full": lock, "octavo-pipe": None, "octavo-folder": None, "octavo-pulse": lock}
     for name, file in others.items():
         (tmp_path / name).mkdir()
         if file:
             (tmp_path / name / file).touch()
     (tmp_path / "octavo-both" / "notes.txt").touch()
+    (tmp_path / "octavo-full" / lock).write_text("somebody's")
+    os.mkfifo(tmp_path / "octavo-pipe" / lock)
+    (tmp_path / "octavo-folder" / lock).mkdir()
+    (tmp_path / "octavo-pulse" / "pulse").mkdir()
     async with engine() as living, other_process([SLOW]) as (parent, pid, directory):
         os.kill(pid, signal.SIGSTOP)  # so that it does not see its parent's end
         parent.kill()
