@@ -63,9 +63,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _owes(self) -> bool:
-        """Also between two requests."""
-        answered = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
-        return answered or not self._complete
+        """Also between two requests; not while one that has come whole is being answered, whatever follows it."""
+        being_answered = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        return not being_answered and not self.pipeline
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self.max_connections and not self._make_room():
@@ -91,7 +91,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        if self._complete:
+        if self._complete and self._owes:
             self._complete, self._in_head, self._since = False, True, self.loop.time()
         elif not self._in_head:
             self._since = self.loop.time()
@@ -125,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         wait = self._since + self.arrival_s - self.loop.time()
-        late = not self._complete and not self.flow.read_paused and wait <= 0
+        late = self._owes and not self._complete and not self.flow.read_paused and wait <= 0
         if late:
             self.transport.close()
         self._closing = self.transport.is_closing()

@@ -74,6 +74,18 @@ def test_a_body_may_take_its_time_and_so_may_an_answer(impatient):
     assert time.monotonic() - start > ARRIVAL_S * 2
 
 
+@pytest.mark.parametrize("more", [b"\r\n", b"GET /hea"])
+def test_what_follows_a_request_does_not_cut_its_answer(impatient, more):
+    body = b'{"prompt": [1, 5], "max_tokens": 12}'
+    head = HEAD.replace(b"999", str(len(body)).encode()) + b"\r\n"
+    with open_socket(impatient, head + body) as client:
+        time.sleep(ARRIVAL_S / 4)
+        start = time.monotonic()
+        client.sendall(more)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - start > ARRIVAL_S * 1.5, "the answer should outlast the patience"
+
+
 def test_idle_connections_keep_nobody_out(tmp_path, smollm2_path):
     """With a limit of open files that they would use up; answers that are under way are not cut for new ones."""
     few = (
