@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+VARIABLES = {"PYTHON", "TORCH", "MODEL", "PORT", "ARGS", "PART"}
+"""of the Makefile; what this run was given must not reach the runs inside the tests"""
 STAMPS = ("python", "torch", "build-tools", "runtime", "dev")
 
 
 def make(where: Path, *words: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES and not k.startswith("MAKE")}
     environment["PATH"] = path or environment["PATH"]
     command = [str(shutil.which("make")), *words]
     return subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment, check=False)
