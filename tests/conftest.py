@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.matrix import FULL, SEED
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does, so that no server outlives it
 
 
 def pytest_report_header() -> str:
