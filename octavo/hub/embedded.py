@@ -17,7 +17,7 @@ class EmbeddedModel:
     size: int
     sha256: str
     generation_config: Mapping[str, float]
-    """what the model's makers recommend for sampling, which a GGUF file has no place for"""
+    """sampling defaults, as their source (see the README) has them; the GGUF file holds none"""
     aliases: tuple[str, ...] = ()
 
 
