@@ -16,6 +16,7 @@ DTYPES = {
     "auto": "auto", "float32": "float32", "float": "float32", "float16": "float16", "half": "float16",
     "bfloat16": "bfloat16",
 }  # fmt: skip
+POLICIES = ("fcfs", "priority")
 GIB = 1 << 30
 MAX_PORT = 65535
 _MAX_COUNT = (1 << 31) - 1
@@ -107,6 +108,30 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _number(None, 1, 1 << 24)
     tensor_parallel_size: int = _number(1, 1, 64)
     threads: int | None = _number(None, 1, 1024)
+    scheduling_policy: str = "fcfs"
+    """fcfs, or priority: a request with a lower `priority` goes first, and may take the place of a running one"""
+    long_prefill_token_threshold: int = _number(0, 0, 1 << 24)
+    """most prompt tokens that one sequence computes in a step while others wait or run; 0: no limit"""
+    max_num_queued_reqs: int | None = _number(None, 1, _MAX_COUNT)
+    max_num_queued_tokens: int | None = _number(None, 1, 1 << 40)
+    async_scheduling: bool = True
+    """the next step is planned while this one runs"""
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    kv_offloading_size: float = _number(0, 0, 1 << 20, float)
+    """GiB of host memory for blocks that leave the device; 0: none"""
+    kv_offloading_dir: str | None = None
+    """where blocks that leave host memory are kept, across restarts; None: nowhere"""
+    kv_offloading_dir_size: float = _number(16, 0, 1 << 20, float, above=True)
+    """GiB that `kv_offloading_dir` may hold"""
+    speculative_config: str | None = None
+    """JSON, as vLLM's: method, num_speculative_tokens, model, …"""
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    """NAME=PATH of adapters to load at start"""
+    max_loras: int = _number(8, 1, 1024)
+    """adapters that are loaded at once"""
+    max_lora_rank: int = _number(64, 1, 512)
     seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     """of requests that bring none: 0 draws theirs from the system, another number makes a fixed series of them"""
     max_logprobs: int = _number(20, 0, 1 << 20)
@@ -149,6 +174,21 @@ class EngineConfig:
     tensor_parallel_size: int
     threads: int | None
     seed: int
+    scheduling_policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    async_scheduling: bool = True
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str = "auto"
+    kv_offloading_bytes: int = 0
+    kv_offloading_dir: str | None = None
+    kv_offloading_dir_bytes: int = 0
+    speculative_config: str | None = None
+    enable_lora: bool = False
+    lora_modules: tuple[str, ...] = ()
+    max_loras: int = 8
+    max_lora_rank: int = 64
     max_model_len_asked: bool = False
     """the user named `max_model_len`: a KV cache too small for it is then an error, not a shorter context"""
     max_unacked_messages: int = 256
@@ -160,7 +200,7 @@ class EngineConfig:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> EngineConfig:
-        tuples = {k: tuple(fields[k]) for k in ("eos_token_ids", "warnings")}
+        tuples = {k: tuple(fields[k]) for k in ("eos_token_ids", "lora_modules", "warnings")}
         return EngineConfig(**{**fields, **tuples})
 
 
@@ -172,6 +212,11 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
     args.verify()
     if args.dtype not in DTYPES:
         raise UsageError(f"--dtype {args.dtype} is unknown", fix=f"one of {', '.join(DTYPES)}", param="dtype")
+    if args.scheduling_policy not in POLICIES:
+        raise UsageError(
+            f"--scheduling-policy {args.scheduling_policy} is unknown", fix=f"one of {', '.join(POLICIES)}",
+            param="scheduling_policy",
+        )  # fmt: skip
     max_model_len = facts.context_len if args.max_model_len is None else args.max_model_len
     if max_model_len > facts.context_len:
         raise UsageError(
@@ -194,7 +239,16 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
         block_size=args.block_size, gpu_memory_utilization=args.gpu_memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes, num_gpu_blocks_override=args.num_gpu_blocks_override,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, tensor_parallel_size=args.tensor_parallel_size,
-        threads=args.threads, seed=args.seed, max_model_len_asked=args.max_model_len is not None,
+        threads=args.threads, seed=args.seed, scheduling_policy=args.scheduling_policy,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        max_num_queued_reqs=args.max_num_queued_reqs, max_num_queued_tokens=args.max_num_queued_tokens,
+        async_scheduling=args.async_scheduling, enable_prefix_caching=args.enable_prefix_caching,
+        kv_cache_dtype=args.kv_cache_dtype, kv_offloading_bytes=int(args.kv_offloading_size * GIB),
+        kv_offloading_dir=args.kv_offloading_dir,
+        kv_offloading_dir_bytes=int(args.kv_offloading_dir_size * GIB) if args.kv_offloading_dir else 0,
+        speculative_config=args.speculative_config, enable_lora=args.enable_lora or bool(args.lora_modules),
+        lora_modules=args.lora_modules, max_loras=args.max_loras, max_lora_rank=args.max_lora_rank,
+        max_model_len_asked=args.max_model_len is not None,
     )  # fmt: skip
 
 

@@ -62,6 +62,10 @@ class EngineFacts(msgspec.Struct):
     weights_bytes: int
     kv_cache_bytes: int
     load_seconds: float
+    kv_cache_dtype: str = "auto"
+    prefix_caching: bool = False
+    fingerprint: str = ""
+    """of everything that the numbers depend on: weights, precision, kernels, instruction set, page size"""
 
 
 class Stats(msgspec.Struct, omit_defaults=True):
@@ -73,6 +77,23 @@ class Stats(msgspec.Struct, omit_defaults=True):
     blocks_used: int = 0
     blocks_total: int = 0
     preemptions: int = 0
+    preemptions_swapped: int = 0
+    """of the preemptions, those whose blocks went to the host"""
+    prefix_queries: int = 0
+    """tokens looked up in the prefix cache"""
+    prefix_hits: int = 0
+    """tokens found there, in whatever tier"""
+    cached_by_source: dict[str, int] = {}
+    """prompt tokens that were not computed, by where they lay: device, host, disk"""
+    host_blocks_used: int = 0
+    host_blocks_total: int = 0
+    disk_bytes_used: int = 0
+    rejected: dict[str, int] = {}
+    """requests refused at admission, by the limit that refused them"""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = []
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_tokens: int = 0

@@ -10,6 +10,19 @@ import msgspec
 
 from octavo.engine.types import SamplingParams, TokenLogprobs
 
+UNKNOWN = -1
+"""as a token id: the token that this sequence sampled last. The plan was made too early to know it; the runners do."""
+COPY, SAVE, LOAD = range(3)
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """Copies a block of one KV group: COPY within the device, SAVE from the device to a host slot, LOAD back."""
+
+    kind: int
+    group: int
+    source: int
+    target: int
+
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that the runners do not know, or no longer: at admission and after preemption."""
@@ -20,6 +33,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    adapter: int = 0
+    """which loaded adapter computes it; 0 none"""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -35,6 +50,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """the chunk ends with the last known token, so the next one is to be sampled"""
     prompt_logprobs: bool = False
     """report the logprobs of the prompt tokens that follow this chunk's tokens"""
+    num_drafts: int = 0
+    """the last so many of `token_ids` are guesses: a token is sampled after each of them and after the one before"""
 
     @property
     def end(self) -> int:
@@ -42,11 +59,12 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """Forget `removed`, learn `added`, compute `chunks`; in that order."""
+    """Do `moves` (once, come what may), forget `removed`, learn `added`, compute `chunks`; in that order."""
 
     removed: list[int]
     added: list[NewSequence]
     chunks: list[Chunk]
+    moves: list[Move] = []
 
     @property
     def num_tokens(self) -> int:
@@ -59,10 +77,13 @@ class Sampled(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    sampled: list[Sampled | None]
-    """one for each chunk with `sample`, in the plan's order; None where the model's output was NaN or infinite"""
+    sampled: list[list[Sampled] | None]
+    """one for each chunk with `sample`, in the plan's order: the tokens that follow, one and as many as drafts were
+    right; None where the model's output was NaN or infinite"""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     """by sequence id: of the prompt tokens after each of the chunk's tokens"""
+    drafts: dict[int, list[int]] = {}
+    """by sequence id: guesses of the tokens to come, for the next plan"""
 
 
 class SequenceFault(Exception):

@@ -68,7 +68,7 @@ class Runner:
         positions = np.fromiter((chunks[i].end for i in sampling), np.int64, len(sampling))
         sampled = self._sampler.sample(logits, rows[sampling], positions)
         usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).tolist()
-        return StepResult([s if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
+        return StepResult([[s] if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
 
     def _learn(self, new: NewSequence) -> None:
         try:

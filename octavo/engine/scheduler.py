@@ -213,15 +213,15 @@ class Scheduler:
         events: Events = []
         sampled = iter(result.sampled)
         for chunk in plan.chunks:
-            token = next(sampled) if chunk.sample else None
+            tokens = next(sampled) if chunk.sample else None
             sequence = self._sequences.get(chunk.sequence_id)
             if sequence is None:
                 continue
             sequence.computed(chunk)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
-            if token is not None:
-                events.append(self._append(sequence, token))
+            if tokens is not None:
+                events.append(self._append(sequence, tokens[0]))
             elif chunk.sample:
                 events.append(self._finish(sequence, "error", error=_not_a_number(sequence)))
         self.stats.steps += 1

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from octavo.backends.names import COMPUTED_AS, check_device
-from octavo.config import DTYPES, EngineArgs, ServerArgs
+from octavo.config import DTYPES, POLICIES, EngineArgs, ServerArgs
 from octavo.errors import UsageError
 from octavo.formats.text_file import read_text
 
@@ -77,12 +77,37 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--kv-cache-memory-bytes", "kv_cache_memory_bytes", size, "Size of the KV cache, instead of a fraction."),
         Flag("--num-gpu-blocks-override", "num_gpu_blocks_override", int, "Number of KV blocks, instead of a size."),
         Flag("--block-size", "block_size", int, "Tokens in a KV block."),
+        Flag("--kv-cache-dtype", "kv_cache_dtype", str, "Type of the KV cache; auto is that of --dtype."),
+        Flag("--enable-prefix-caching/--no-enable-prefix-caching", "enable_prefix_caching", bool,
+             "Keep the KV blocks of common beginnings.", switch=True),
+        Flag("--kv-offloading-size --swap-space", "kv_offloading_size", float,
+             "GiB of host memory for KV blocks that leave the device."),
+        Flag("--kv-offloading-dir", "kv_offloading_dir", str,
+             "Folder for KV blocks that leave host memory; survives restarts."),
+        Flag("--kv-offloading-dir-size", "kv_offloading_dir_size", float, "GiB that the folder may hold."),
     ),
     "Batching and sampling": (
         Flag("--max-num-seqs", "max_num_seqs", int, "Sequences that run at once."),
         Flag("--max-num-batched-tokens", "max_num_batched_tokens", size, "Tokens in one step."),
+        Flag("--scheduling-policy", "scheduling_policy", click.Choice(list(POLICIES)),
+             "fcfs, or priority: lower `priority` first."),
+        Flag("--long-prefill-token-threshold", "long_prefill_token_threshold", size,
+             "Most prompt tokens of one request in a step; 0 no limit."),
+        Flag("--max-num-queued-reqs", "max_num_queued_reqs", int, "Waiting requests, beyond which the answer is 503."),
+        Flag("--max-num-queued-tokens", "max_num_queued_tokens", size,
+             "Waiting prompt tokens, beyond which the answer is 503."),
+        Flag("--async-scheduling/--no-async-scheduling", "async_scheduling", bool,
+             "Plan the next step while one runs.", switch=True),
+        Flag("-sc --speculative-config", "speculative_config", str, "Speculative decoding, as vLLM's JSON.",
+             metavar="JSON"),
         Flag("--max-logprobs", "max_logprobs", int, "Most logprobs that a request may ask for."),
         Flag("--seed", "seed", int, "Seed for requests that bring none."),
+    ),
+    "Adapters (LoRA)": (
+        Flag("--enable-lora", "enable_lora", bool, "Accept adapters.", switch=True),
+        Flag("--lora-modules", "lora_modules", str, "Adapter to load at start.", many=True, metavar="NAME=PATH"),
+        Flag("--max-loras", "max_loras", int, "Adapters loaded at once."),
+        Flag("--max-lora-rank", "max_lora_rank", int, "Highest rank of an adapter."),
     ),
     "Server": (
         Flag("--host", "host", str, "Address to listen on; 0.0.0.0 is every interface."),
@@ -129,9 +154,11 @@ def options(owners: Sequence[type], without: Sequence[str] = ()) -> list[click.P
 def _option(flag: Flag, group: str) -> click.Option:
     default = _DEFAULTS[flag.field]
     shown = f"  [{default}]" if default is not None and default is not False and default != () else ""
+    two_ways = "/" in flag.names  # a switch that can be turned off, too: None while nobody said either
     option = GroupedOption(
         [*flag.names.split(), flag.field], type=flag.type, help=flag.help + shown, multiple=flag.many,
-        is_flag=flag.switch, default=False if flag.switch else None, metavar=flag.metavar, envvar=flag.envvar,
+        is_flag=flag.switch, default=False if flag.switch and not two_ways else None,
+        metavar=flag.metavar, envvar=flag.envvar,
     )  # fmt: skip
     option.group = group
     return option
@@ -200,7 +227,7 @@ def _computed_dtype(device: str, dtype: str | None) -> str | None:
 
 def _make(owner: Callable[..., Any], given: dict[str, Any]) -> Any:
     names = {f.name for f in fields(owner)}  # type: ignore[arg-type]
-    return owner(**{k: v for k, v in given.items() if k in names and v is not None and v != () and v is not False})
+    return owner(**{k: v for k, v in given.items() if k in names and v is not None and v != ()})
 
 
 def _chat_template(value: str) -> str:

@@ -30,8 +30,7 @@ class OldFlag:
 
 _RAY = "ray is not used; each rank of --tensor-parallel-size is a process on this machine; leave the flag out"
 _GRAPHS = "no graphs are captured and nothing is compiled in this version; leave the flag out"
-_LORA = "adapters (LoRA) are not supported in this version; merge the adapter into the weights"
-_SPECULATION = "speculative decoding is not in this version; remove the flag, the answers stay the same"
+_SPECULATION = "use --speculative-config with JSON: method, model, num_speculative_tokens"
 _TOOLS = "tool and reasoning parsers are not in this version; remove the flag"
 _STRUCTURED = "structured output is not in this version; remove the flag"
 _ROPE = "the scaling of positions comes from the model's own config.json; change it there"
@@ -39,7 +38,7 @@ _REVISION = "revisions are not looked up; download that revision and give its fo
 _TLS = "the server speaks plain HTTP; end TLS in a proxy before it"
 _IMAGES = "only text models are served in this version; remove the flag"
 _NO_CODE = "code from a model's repository is never run; leave the flag out"
-_RECOMPUTE = "a preempted sequence is recomputed in this version, there is no host tier of the KV cache; leave it out"
+_RECOMPUTE = "a preempted sequence is swapped or recomputed, whichever is faster; leave the flag out"
 _BLOCKS = "paged block tables are the only memory manager; leave the flag out"
 
 OLD_FLAGS = (
@@ -51,11 +50,9 @@ OLD_FLAGS = (
     OldFlag("--enable-chunked-prefill", "bool", "default",
             "prompts are always split to fit --max-num-batched-tokens; leave the flag out"),
     OldFlag("--use-v2-block-manager", "none", "default", _BLOCKS),
-    OldFlag("--no-enable-prefix-caching", "none", "default", "there is no prefix cache in this version"),
     OldFlag("--worker-use-ray", "none", "no-op", _RAY),
     OldFlag("--engine-use-ray", "none", "no-op", _RAY),
     OldFlag("--distributed-executor-backend", "one", "no-op", _RAY),
-    OldFlag("--swap-space", "one", "no-op", _RECOMPUTE),
     OldFlag("--preemption-mode", "one", "no-op", _RECOMPUTE),
     OldFlag("--trust-remote-code", "none", "no-op", _NO_CODE),
     OldFlag("--code-revision", "one", "no-op", _NO_CODE),
@@ -64,8 +61,6 @@ OLD_FLAGS = (
     OldFlag("--max-context-len-to-capture", "one", "no-op", _GRAPHS),
     OldFlag("--compilation-config", "one", "no-op", _GRAPHS),
     OldFlag("--disable-custom-all-reduce", "none", "no-op", "there is one all-reduce; leave the flag out"),
-    OldFlag("--enable-prefix-caching", "bool", "no-op",
-            "there is no prefix cache in this version, each prompt is computed whole; leave the flag out"),
     OldFlag("--num-scheduler-steps", "one", "no-op", "every step is planned by itself; leave the flag out"),
     OldFlag("--multi-step-stream-outputs", "bool", "no-op", "every step is planned by itself; leave the flag out"),
     OldFlag("--scheduler-delay-factor", "one", "no-op", "waiting requests start at the next step; leave the flag out"),
@@ -81,14 +76,11 @@ OLD_FLAGS = (
             "weights are read from GGUF or safetensors; convert them", ("auto", "safetensors", "gguf")),
     OldFlag("--tokenizer-mode", "one", "refuse", "only fast tokenizers are used; remove the flag", ("auto", "hf")),
     OldFlag("--config-format", "one", "refuse", "a model's config.json is read; convert the model", ("auto", "hf")),
-    OldFlag("--kv-cache-dtype", "one", "refuse",
-            "the KV cache has the type of --dtype in this version; remove the flag", ("auto",)),
     OldFlag("--quantization", "one", "refuse",
             "not supported for now; use a GGUF file (Q4_K_M, Q8_0, …) or unquantized safetensors", ("gguf", "none")),
     OldFlag("-q", "one", "refuse", "see --quantization; use a GGUF file or unquantized safetensors", ("gguf", "none")),
     OldFlag("--quantization-param-path", "one", "refuse", "the KV cache is not quantized in this version; remove it"),
     OldFlag("--calculate-kv-scales", "bool", "refuse", "the KV cache is not quantized in this version; remove it"),
-    OldFlag("--scheduling-policy", "one", "refuse", "requests run first come, first served; remove it", ("fcfs",)),
     OldFlag("--pipeline-parallel-size", "one", "refuse", "use --tensor-parallel-size", ("1",)),
     OldFlag("-pp", "one", "refuse", "use --tensor-parallel-size", ("1",)),
     OldFlag("--data-parallel-size", "one", "refuse", "start one server a replica", ("1",)),
@@ -98,11 +90,6 @@ OLD_FLAGS = (
     OldFlag("--num-lookahead-slots", "one", "refuse", _SPECULATION, ("0",)),
     OldFlag("--speculative-model", "one", "refuse", _SPECULATION),
     OldFlag("--num-speculative-tokens", "one", "refuse", _SPECULATION),
-    OldFlag("--speculative-config", "one", "refuse", _SPECULATION),
-    OldFlag("--enable-lora", "bool", "refuse", _LORA),
-    OldFlag("--lora-modules", "many", "refuse", _LORA),
-    OldFlag("--max-loras", "one", "refuse", _LORA),
-    OldFlag("--max-lora-rank", "one", "refuse", _LORA),
     OldFlag("--rope-scaling", "one", "refuse", _ROPE),
     OldFlag("--rope-theta", "one", "refuse", _ROPE),
     OldFlag("--hf-overrides", "one", "refuse", "edit the model's config.json instead"),
@@ -128,7 +115,7 @@ OLD_FLAGS = (
 
 _BY_NAME = {flag.name: flag for flag in OLD_FLAGS}
 
-MANY_AT_ONCE = ("--served-model-name", "--api-key", "--allowed-origins")
+MANY_AT_ONCE = ("--served-model-name", "--api-key", "--allowed-origins", "--lora-modules")
 """Today's flags that take one value each time, and took several in one go."""
 
 

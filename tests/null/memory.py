@@ -54,7 +54,7 @@ class NullRunner:
         for chunk in plan.chunks:
             tokens = self._read(chunk)
             if chunk.sample:
-                sampled.append(Sampled(next_token(tokens, self.vocab_size)))
+                sampled.append([Sampled(next_token(tokens, self.vocab_size))])
             if chunk.prompt_logprobs:
                 prompt = self.known[chunk.sequence_id].new.prompt_token_ids
                 following = prompt[chunk.start + 1 : chunk.end + 1]

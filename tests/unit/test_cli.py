@@ -100,7 +100,7 @@ def test_version_as_json_is_one_object():
         (["serve", "m", "--max-num-seqs", "many"], "'many' is not a valid integer"),
         (["serve", "m", "--max-model-len", "0.3"], "32k (32,000)"),
         (["serve", "m", "--dtype", "int3"], "'bfloat16'"),
-        (["serve", "m", "--swap-space", "8"], "outdated flag --swap-space; fix: a preempted sequence is recomputed"),
+        (["serve", "m", "--preemption-mode", "swap"], "outdated flag --preemption-mode; fix: a preempted sequence is"),
         (["serve", "m", "--paged-attention-block-size", "8"], "use --block-size"),
         (["serve", "m", "--device", "npu"], "use --device cpu"),
         (["serve", "m", "--device", "abacus"], "one of auto, cpu"),
@@ -200,7 +200,7 @@ def test_a_config_file_may_name_the_model(tmp_path):
     assert parse("--config", str(tmp_path / "c.yaml"))[0].model == "from-file"
 
 
-@pytest.mark.parametrize("text", ["max-num-sequences: 3", "- a", "a: [", "config: other.yaml", "swap-space: 3"])
+@pytest.mark.parametrize("text", ["max-num-sequences: 3", "- a", "a: [", "config: other.yaml", "preemption-mode: swap"])
 def test_a_bad_config_file_is_refused(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(UsageError, match=r"c\.yaml"):

@@ -23,10 +23,10 @@ def test_the_command_of_the_field_becomes_todays():
     translation = translate(POSTED.format(device="cpu").split())
     today = (
         "M --device cpu --gpu-memory-utilization 0.88 --max-num-seqs 256 --max-num-batched-tokens 12288 "
-        "--dtype float16 --block-size 32"
+        "--dtype float16 --block-size 32 --swap-space 8"
     )
     assert " ".join(translation.argv) == today
-    assert len(translation.warnings) == 6
+    assert len(translation.warnings) == 5
     engine, _ = parse(*translation.argv)
     assert (engine.model, engine.block_size, engine.max_num_batched_tokens) == ("M", 32, 12288)
 
@@ -38,7 +38,7 @@ def test_an_absent_npu_ends_with_2_and_names_what_to_use(module):
     assert "use --device cpu" in result.stderr.splitlines()[-1]
     warnings = [line for line in result.stderr.splitlines()[2:-1] if line.startswith("octavo: warning: ")]
     assert len(warnings) == len(result.stderr.splitlines()) - 3, "in one block"
-    for name in ("--block-size 32", "--swap-space 8", "--worker-use-ray", "--disable-log-requests", "--enforce-eager",
+    for name in ("--block-size 32", "--worker-use-ray", "--disable-log-requests", "--enforce-eager",
                  "--trust-remote-code"):  # fmt: skip
         assert len([line for line in warnings if name in line]) == 1
 
