@@ -93,7 +93,10 @@ class SamplingTensors:
 
 
 class KVCache:
-    """One layer's pages, in whatever layout its backend likes; only that backend looks inside."""
+    """One layer's pages, in whatever layout its backend likes; only that backend looks inside.
+
+    A page's keys are one contiguous row of `k`, with all that belongs to them (scales, say); its values one of `v`.
+    """
 
     def __init__(self, k: Tensor, v: Tensor, page_size: int) -> None:
         self.k, self.v, self.page_size = k, v, page_size
@@ -142,6 +145,32 @@ class Device(ABC):
     @abstractmethod
     def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
         """One layer's cache. Memory that is never written should cost nothing where the system allows."""
+
+    def block_bytes(self, cache: KVCache) -> int:
+        """Bytes of one block (page) of this layer: what `read_block` fills."""
+        return sum(len(row) for row in _rows(cache, 0))
+
+    def copy_block(self, cache: KVCache, source: int, target: int) -> None:
+        """Copies a block within the device, after what is queued so far."""
+        cache.k[target].copy_(cache.k[source])
+        cache.v[target].copy_(cache.v[source])
+
+    def read_block(self, cache: KVCache, block: int, out: Tensor) -> None:
+        """Copies a block's bytes to `out`, uint8 [block_bytes] on the host: keys, then values."""
+        keys, values = _rows(cache, block)
+        out[: len(keys)].copy_(keys)
+        out[len(keys) :].copy_(values)
+
+    def write_block(self, cache: KVCache, block: int, data: Tensor) -> None:
+        """Copies `data`, as `read_block` filled it from any cache of the same kind, over a block."""
+        keys, values = _rows(cache, block)
+        keys.copy_(data[: len(keys)])
+        values.copy_(data[len(keys) :])
+
+
+def _rows(cache: KVCache, block: int) -> tuple[Tensor, Tensor]:
+    """The bytes of a block's keys and of its values, as views."""
+    return cache.k[block].view(-1).view(torch.uint8), cache.v[block].view(-1).view(torch.uint8)
 
 
 def open_device(name: str, rank: int = 0, threads: int | None = None) -> Device:
