@@ -6,18 +6,24 @@ Each KV group (layers of one spec) has a pool of its own, and each sequence a bl
                ▲▲▲▲▲▲▲  ▲▲▲▲▲▲▲▲▲
                freed    live            freed: out of reach of a sliding window (`trim`)
 
-A block's reference count is the number of tables it stands in; it is free when that is 0.
+Several tables may hold a block, and a registered one may be found again by its key (`find`); such a block is never
+written. A sequence writes only behind what it began with (`Start`), so full blocks are shared and a partial one is
+copied.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.backends.kv import KVSpec, SlidingWindow
+from octavo.engine.plan import COPY, Move
+from octavo.engine.pool import BlockPool
+from octavo.engine.prefix import ChainKeys
 
 FREED = -1
+ELSEWHERE = -2
+"""in a `Start`: the content lies in another tier"""
 
 
 @dataclass(frozen=True)
@@ -41,51 +47,30 @@ def peak_blocks(spec: KVSpec, page_size: int, num_tokens: int, chunk: int) -> in
     return min(whole, -(-(spec.window + chunk - 2) // page_size) + 1)
 
 
-class BlockPool:
-    """The blocks of one KV group. Low numbers go first and a freed one goes next, so that memory is touched lazily."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._references = [0] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """`count` free blocks, referenced once. The caller has checked `num_free`."""
-        assert count <= len(self._free), "took more blocks than are free"
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
-        return blocks
-
-    def share(self, block: int) -> None:
-        """One more table holds this live block."""
-        assert self._references[block] > 0, "shared a free block"
-        self._references[block] += 1
-
-    def release(self, block: int) -> None:
-        """One table fewer holds it; the last one frees it."""
-        assert self._references[block] > 0, "released a free block"
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            self._free.append(block)
-
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """`held`: every live entry of every table."""
-        counts = Counter(held)
-        assert all(self._references[b] == counts[b] for b in range(self.num_blocks)), "references differ from tables"
-        assert sorted(self._free) == [b for b in range(self.num_blocks) if not counts[b]], "free list is wrong"
-
-
 @dataclass
 class BlockTables:
     """One sequence's tables, one a KV group, all of one length; `trimmed` counts each one's freed entries in front."""
 
     tables: list[list[int]]
     trimmed: list[int] = field(default_factory=list)
+    num_registered: int = 0
+    """leading blocks that need not be registered any more"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a sequence need not compute: for each KV group, the blocks that hold its first `num_tokens` tokens."""
+
+    num_tokens: int
+    tables: list[list[int]]
+    """full blocks to share; FREED where no later token looks"""
+    partial: list[int] = field(default_factory=list)
+    """a block to copy for the tokens after the full blocks; empty when there are none"""
+
+
+NOTHING = Start(0, [])
+Elsewhere = Callable[[int, bytes], bool]
+"""(KV group, key): whether another tier holds that block"""
 
 
 class KVBlocks:
@@ -108,13 +93,32 @@ class KVBlocks:
         groups = len(self.pools)
         return BlockTables([[] for _ in range(groups)], [0] * groups)
 
+    # -- room ----------------------------------------------------------------------------------------------------------
+
     def can_ever_hold(self, num_tokens: int, chunk: int) -> bool:
         """Whether a sequence of `num_tokens`, alone in the cache, fits."""
         return all(n <= pool.num_blocks for n, pool in zip(self._peaks(num_tokens, chunk), self.pools, strict=True))
 
-    def can_start(self, num_tokens: int, chunk: int) -> bool:
-        """Whether a sequence that holds nothing yet could compute all of `num_tokens` with the blocks free now."""
-        return all(n <= pool.num_free for n, pool in zip(self._peaks(num_tokens, chunk), self.pools, strict=True))
+    def can_start(
+        self, num_tokens: int, chunk: int, reserved: Iterable[int] | None = None, start: Start = NOTHING
+    ) -> bool:
+        """Whether a sequence that holds nothing yet could compute all of `num_tokens`, beginning with `start`, with
+        the blocks free now, less what is `reserved` of each group."""
+        whole = -(-num_tokens // self.layout.page_size)
+        peaks = self._peaks(num_tokens, chunk)
+        spared = reserved or [0] * len(self.pools)
+        tables = start.tables or [[] for _ in self.pools]
+        for pool, table, peak, kept in zip(self.pools, tables, peaks, spared, strict=True):
+            not_taken = sum(block == FREED or (block >= 0 and pool.is_held(block)) for block in table)
+            if min(whole - not_taken, peak) + kept > pool.num_free:
+                return False
+        return True
+
+    def owed(self, held: BlockTables, num_tokens: int, chunk: int) -> list[int]:
+        """For each group, blocks that a sequence which holds `held` still takes to compute all of `num_tokens`."""
+        peaks = self._peaks(num_tokens, chunk)
+        live = [len(table) - freed for table, freed in zip(held.tables, held.trimmed, strict=True)]
+        return [max(0, peak - have) for peak, have in zip(peaks, live, strict=True)]
 
     def _peaks(self, num_tokens: int, chunk: int) -> list[int]:
         return [peak_blocks(spec, self.layout.page_size, num_tokens, chunk) for spec in self.layout.specs]
@@ -130,26 +134,127 @@ class KVBlocks:
             table += pool.take(missing)
         return True
 
+    def trimmed_too_far(self, held: BlockTables, num_computed: int) -> bool:
+        """Whether blocks were freed that a sequence which goes on from `num_computed` tokens needs."""
+        return any(held.trimmed[g] > self._first_in_reach(window, num_computed) for g, window in self._windows)
+
     def trim(self, held: BlockTables, num_computed: int) -> None:
         """Frees blocks whose positions no later token sees, once `num_computed` tokens are in the cache."""
         for group, window in self._windows:
-            reachable = max(0, num_computed - window + 1) // self.layout.page_size
-            self._free_front(held, group, min(reachable, len(held.tables[group])))
+            end = min(self._first_in_reach(window, num_computed), len(held.tables[group]))
+            table = held.tables[group]
+            for index in range(held.trimmed[group], end):
+                self.pools[group].release(table[index])
+                table[index] = FREED
+            held.trimmed[group] = max(held.trimmed[group], end)
 
-    def _free_front(self, held: BlockTables, group: int, end: int) -> None:
-        table = held.tables[group]
-        for index in range(held.trimmed[group], end):
-            self.pools[group].release(table[index])
-            table[index] = FREED
-        held.trimmed[group] = max(held.trimmed[group], end)
+    def _first_in_reach(self, window: int, num_computed: int) -> int:
+        """The first block that the token at position `num_computed`, or a later one, looks into."""
+        return max(0, num_computed - window + 1) // self.layout.page_size
 
     def release(self, held: BlockTables) -> None:
-        """Frees everything; the tables are empty after it. Last blocks first, so that low ones are reused first."""
+        """Frees everything; the tables are empty after it.
+
+        Last blocks first, so that what is remembered loses its ends before its beginnings, which more may share.
+        """
         for group, table in enumerate(held.tables):
             for block in reversed(table[held.trimmed[group] :]):
                 self.pools[group].release(block)
             table.clear()
             held.trimmed[group] = 0
+        held.num_registered = 0
+
+    # -- sharing -------------------------------------------------------------------------------------------------------
+
+    def register(self, held: BlockTables, keys: ChainKeys, num_computed: int) -> None:
+        """Lets the blocks that `num_computed` tokens fill be found; these tokens are final, and in the cache."""
+        end = num_computed // self.layout.page_size
+        for index in range(held.num_registered, end):
+            for group, table in enumerate(held.tables):
+                if table[index] != FREED:
+                    self.pools[group].register(table[index], keys[index])
+        held.num_registered = max(held.num_registered, end)
+
+    def find(self, keys: ChainKeys, most: int, elsewhere: Elsewhere = lambda group, key: False) -> Start:
+        """The longest start, of at most `most` tokens and in full blocks, that is cached as far as later tokens see.
+
+        A full-attention group must have every block, a sliding window those in its reach. Holds until the next
+        `take`; takes nothing itself.
+        """
+        windows = dict(self._windows)
+        found: list[list[int]] = [[] for _ in self.pools]
+        runs = [0] * len(self.pools)
+        best = 0
+        for index in range(most // self.layout.page_size):
+            key = keys[index]
+            for group, pool in enumerate(self.pools):
+                block = pool.lookup(key)
+                if block is None:
+                    block = ELSEWHERE if elsewhere(group, key) else FREED
+                found[group].append(block)
+                runs[group] = 0 if block == FREED else runs[group] + 1
+            if any(run <= index for group, run in enumerate(runs) if group not in windows):
+                break
+            end = index + 1
+            tokens = end * self.layout.page_size
+            if all(runs[group] >= end - self._first_in_reach(window, tokens) for group, window in self._windows):
+                best = end
+        return self._cut(found, best * self.layout.page_size)
+
+    def _cut(self, tables: Sequence[list[int]], num_tokens: int) -> Start:
+        """The full blocks of `num_tokens` tokens, and the partial one after them."""
+        full, rest = divmod(num_tokens, self.layout.page_size)
+        cut = [table[:full] for table in tables]
+        for group, window in self._windows:
+            first = min(self._first_in_reach(window, num_tokens), full)
+            cut[group][:first] = [FREED] * first
+        return Start(num_tokens, cut, [table[full] for table in tables] if rest else [])
+
+    def start_of(self, held: BlockTables, num_tokens: int) -> Start | None:
+        """The first `num_tokens` tokens of another's tables, which has computed them; None where they are freed."""
+        if self.trimmed_too_far(held, num_tokens):
+            return None
+        return self._cut(held.tables, num_tokens)
+
+    def begin(self, held: BlockTables, start: Start) -> tuple[list[Move], list[tuple[int, int]]]:
+        """Gives empty tables what `start` names; the caller has checked that blocks are free for it.
+
+        Returns the copies to make, and (KV group, index) of each block taken for what lies elsewhere.
+        """
+        assert not held.tables[0], "began twice"
+        moves: list[Move] = []
+        to_load: list[tuple[int, int]] = []
+        for group, blocks in enumerate(start.tables):
+            pool = self.pools[group]
+            for block in blocks:
+                if block >= 0:
+                    pool.share(block)
+            to_load += [(group, index) for index, block in enumerate(blocks) if block == ELSEWHERE]
+            held.tables[group] += [pool.take(1)[0] if block == ELSEWHERE else block for block in blocks]
+            held.trimmed[group] = next((i for i, b in enumerate(blocks) if b != FREED), len(blocks))
+        for group, source in enumerate(start.partial):
+            target = self.pools[group].take(1)[0]
+            held.tables[group].append(target)
+            moves.append(Move(COPY, group, source, target))
+        held.num_registered = start.num_tokens // self.layout.page_size
+        return moves, to_load
+
+    def fork(self, held: BlockTables, num_tokens: int) -> tuple[BlockTables, list[Move]]:
+        """Tables of a new sequence that goes on after the first `num_tokens` tokens of this one.
+
+        Needs one free block a KV group, and that nothing in reach of these tokens is trimmed.
+        """
+        start = self.start_of(held, num_tokens)
+        assert start is not None, "forked from what is freed"
+        new = self.new_tables()
+        moves, _ = self.begin(new, start)
+        return new, moves
+
+    def may_write(self, held: BlockTables, start: int, end: int) -> bool:
+        """Whether nobody else reads the blocks of positions `start` to `end` (exclusive)."""
+        size = self.layout.page_size
+        blocks = range(start // size, -(-end // size))
+        return all(self.pools[g].may_write(t[i]) for g, t in enumerate(held.tables) for i in blocks)
 
     def check_integrity(self, everyone: Sequence[BlockTables]) -> None:
         """Raises AssertionError unless pools and tables agree. Cost: all blocks."""
