@@ -125,6 +125,10 @@ class Device(ABC):
     def memory(self) -> tuple[int, int]:
         """Bytes (total, free for us to take)."""
 
+    @property
+    def shares_host_memory(self) -> bool:
+        return self.torch_device.type == "cpu"
+
     def synchronize(self) -> None:  # noqa: B027 - a device without queues has nothing to wait for
         """Waits until all queued work is done."""
 
@@ -178,8 +182,9 @@ def open_device(name: str, rank: int = 0, threads: int | None = None) -> Device:
     if name == "auto":
         name = "cpu"
     check_device(name)
-    module, attribute = DEVICES[name].split(":")
-    device: Device = getattr(import_module(module), attribute)()
+    kind, _, profile = name.partition(":")
+    module, attribute = DEVICES[kind].split(":")
+    device: Device = getattr(import_module(module), attribute)(*([profile] if profile else []))
     device.open(rank, threads)
     return device
 

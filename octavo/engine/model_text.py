@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octavo.backends.names import reads_weights
 from octavo.config import EngineArgs, EngineConfig, resolve
 from octavo.engine.admission import default_params
 from octavo.engine.messages import Progress
@@ -44,7 +45,7 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     args.verify()
     path = resolve_model(args.model, args.download_dir, _fetching(on_progress))
     with usable(args.model, "model"):
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, weights=reads_weights(args.device))
     checkpoint = _with_generation_config(checkpoint, args.generation_config)
     config = resolve(args, checkpoint.facts())
     check_divisible(checkpoint.spec, config.tensor_parallel_size)

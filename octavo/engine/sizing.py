@@ -45,7 +45,7 @@ def kv_budget(config: EngineConfig, device: Device, num_ranks: int) -> tuple[int
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     total, free = device.memory()
-    shared_host = device.torch_device.type == "cpu"
+    shared_host = device.shares_host_memory
     utilization = config.gpu_memory_utilization
     if shared_host and utilization is None:
         budget, reason = min(CPU_KV_BYTES, int(free * CPU_KV_SHARE)), f"of {_gib(free)} free memory"

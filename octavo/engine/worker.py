@@ -19,6 +19,7 @@ import torch
 
 from octavo.backends.base import Device, open_device
 from octavo.backends.kv import group_layers
+from octavo.backends.sim.device import SimDevice
 from octavo.config import EngineConfig
 from octavo.dist.group import SINGLE, Group
 from octavo.engine.pages import KVLayout
@@ -28,7 +29,9 @@ from octavo.engine.runner import Runner
 from octavo.engine.sizing import kv_budget, size_kv
 from octavo.errors import OctavoError, UsageError
 from octavo.models.checkpoint import open_checkpoint
+from octavo.models.decoder import Decoder
 from octavo.models.loader import load_model
+from octavo.models.simulated import SimulatedDecoder
 from octavo.models.spec import DecoderSpec, check_divisible
 
 log = logging.getLogger(__name__)
@@ -53,11 +56,15 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: int, directory: str, progress: Progress | None = None) -> None:
         self.config, self.rank = config, rank
         self.device, self.dtype = choose_device(config, rank)
-        checkpoint = open_checkpoint(Path(config.path))
+        checkpoint = open_checkpoint(Path(config.path), weights=not isinstance(self.device, SimDevice))
         if rank == 0:
             _check_kv(config, checkpoint.spec, self.device, self.dtype)
         self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
-        self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
+        self.model: Decoder | SimulatedDecoder
+        if isinstance(self.device, SimDevice):
+            self.model = SimulatedDecoder(checkpoint, self.device, self.dtype, self.group.size)
+        else:
+            self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
 
     def least(self, value: int) -> int:
         """The least of all ranks' values; every rank must call it."""

@@ -76,10 +76,11 @@ class Checkpoint:
         return data[start:stop]
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, weights: bool = True) -> Checkpoint:
     """Opens a directory with config.json and safetensors, a directory with one GGUF file, or a GGUF file.
 
-    A generation_config.json in the directory, or beside the GGUF file, is read too.
+    A generation_config.json in the directory, or beside the GGUF file, is read too. Without `weights`, a directory with
+    config.json need not hold any, and those that are there are not looked at: `tensors` and `stored` are empty then.
     Raises BadModelFile naming what is missing, unknown, or does not fit together.
     """
     path = Path(path)
@@ -93,7 +94,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise BadModelFile(f"{path}: no such file or directory", fix="check the path")
     files = sorted(path.glob("*.gguf"))
     if (path / "config.json").exists() and (not files or any(path.glob("*.safetensors*"))):
-        return _open_directory(path)
+        return _open_directory(path, weights)
     if len(files) == 1:
         return _open_gguf(files[0])
     if files:
@@ -101,7 +102,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     raise BadModelFile(f"{path}: neither config.json nor a GGUF file", fix="give the directory of a model")
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path, weights: bool) -> Checkpoint:
     config = _read_json(path / "config.json")
     source = str(path / "config.json")
     quantization = config.get("quantization_config")
@@ -115,10 +116,12 @@ def _open_directory(path: Path) -> Checkpoint:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise BadModelFile(f"{source}: architectures is {repr(names)[:100]}", limit="a list of one name", fix=_OWN)
     pickles = [p for p in sorted(path.iterdir()) if p.suffix in _PICKLES]
-    if pickles and not any(path.glob("*.safetensors*")):
+    if weights and pickles and not any(path.glob("*.safetensors*")):
         raise _pickle(pickles[0])
     generation_config, generation_eos = _read_generation_config(path)
-    stored = {name: StoredTensor(file, name) for file in read_checkpoint_files(path) for name in file.tensors}
+    stored: dict[str, StoredTensor] | None = None
+    if weights:
+        stored = {name: StoredTensor(file, name) for file in read_checkpoint_files(path) for name in file.tensors}
     eos = generation_eos + _ids(config, source)
     return _checkpoint(path, config, generation_config, eos, stored, source)
 
@@ -170,19 +173,21 @@ def _checkpoint(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any],
     eos_token_ids: tuple[int, ...],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, StoredTensor] | None,
     source: str,
 ) -> Checkpoint:
+    """`stored` None: the weights are not here, and nobody will ask for them."""
     family = family_of(config["architectures"][0], source)
     reader = ConfigReader(config, source)
     spec = family.spec(reader)
     reader.finish()
     _check_eos(eos_token_ids, spec.vocab_size, source)
-    tensors = {name: s.file.tensors[s.name] for name, s in stored.items()}
     parameters = expected_parameters(spec, family.weights)
-    check_tensors(parameters, tensors, spec.tie_embeddings, str(path))
+    tensors = {name: s.file.tensors[s.name] for name, s in (stored or {}).items()}
+    if stored is not None:
+        check_tensors(parameters, tensors, spec.tie_embeddings, str(path))
     unique = tuple(dict.fromkeys(eos_token_ids))
-    return Checkpoint(path, config, spec, generation_config, unique, tensors, parameters, stored)
+    return Checkpoint(path, config, spec, generation_config, unique, tensors, parameters, stored or {})
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -68,7 +68,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--download-dir", "download_dir", str, "Where models by name are kept."),
     ),
     "Device and memory": (
-        Flag("--device", "device", str, "auto, cpu or reference (plain torch)."),
+        Flag("--device", "device", str, "auto, cpu, reference (plain torch) or sim (computes nothing)."),
         Flag("--dtype", "dtype", _DTYPE, "Arithmetic and KV cache; auto is the device's preferred one."),
         Flag("--threads", "threads", int, "CPU threads of a rank; all cores when left out."),
         Flag("-tp --tensor-parallel-size", "tensor_parallel_size", int, "Ranks that share one model."),

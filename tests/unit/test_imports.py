@@ -15,17 +15,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "octavo"
 LAYERS = (
-    ("errors",), ("config",), ("formats",), ("text", "hub", "wire"), ("backends",), ("quant", "dist"), ("layers",),
-    ("models",), ("engine",), ("server",), ("tools",), ("cli", "entrypoints"), ("__main__",),
+    ("errors",), ("config", "clock"), ("formats",), ("text", "hub", "wire"), ("backends",), ("quant", "dist"),
+    ("layers",), ("models",), ("engine",), ("server",), ("tools",), ("cli", "entrypoints"), ("__main__",),
 )  # fmt: skip
 """Rooms from the ground up, as docs/architecture.md draws them. Rooms on one level do not see each other."""
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITH_TORCH = (
-    "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py", "engine/batch.py",
+    "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py",
+    "models/simulated.py", "engine/batch.py",
     "engine/sampler.py", "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/sizing.py",
 )  # fmt: skip
-"""Where torch may be imported; `backends/kv.py` and `backends/names.py` do not."""
-TORCH_FREE_ANYWAY = ("backends/__init__.py", "backends/kv.py", "backends/names.py")
+"""Where torch may be imported, but for those below."""
+TORCH_FREE_ANYWAY = (
+    "backends/__init__.py", "backends/kv.py", "backends/names.py", "backends/sim/__init__.py",
+    "backends/sim/profiles.py",
+)  # fmt: skip
 VENDORS = ("torch_npu", "acl", "torchair", "pynvml", "triton")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
