@@ -266,6 +266,8 @@ class ServerArgs:
     """token events held for a client that reads too slowly, before its request is aborted"""
     shutdown_timeout_s: float = _number(30.0, 0, 86400, float)
     """after SIGTERM, how long running requests may take to finish"""
+    enable_prompt_tokens_details: bool = False
+    """usage says how many prompt tokens were cached"""
     log_requests: bool = False
     access_log: bool = False
     log_level: str = "info"

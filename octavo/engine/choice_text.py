@@ -27,8 +27,9 @@ class ChoiceText:
         hidden = 1 if event.finish_reason == "stop" and not self._shows_stop_token and ids else 0
         text = self._detokenizer.push(ids[: len(ids) - hidden])
         delta = ChoiceDelta(
-            event.choice, text, ids, event.logprobs, event.finish_reason, event.stop_reason, event.prompt_logprobs
-        )
+            event.choice, text, ids, event.logprobs, event.finish_reason, event.stop_reason, event.prompt_logprobs,
+            event.cached_tokens,
+        )  # fmt: skip
         if self._detokenizer.stopped is not None:
             used = self._detokenizer.used
             delta.token_ids, delta.logprobs = ids[:used], event.logprobs and event.logprobs[:used]

@@ -26,6 +26,8 @@ class ChoiceDelta:
     """the stop string, or the stop token id; None for an end-of-sequence token"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """one for each prompt token, once"""
+    cached_tokens: int = 0
+    """of the prompt, not computed for this choice; once"""
 
 
 @dataclass
@@ -62,6 +64,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    num_cached_tokens: int = 0
+    """prompt tokens that were not computed, as their keys and values were in the cache"""
 
 
 class OutputBuilder:
@@ -80,6 +84,8 @@ class OutputBuilder:
             if delta.prompt_logprobs is not None:
                 shown = [None if position is None else self._ranked(position) for position in delta.prompt_logprobs]
                 self.output.prompt_logprobs = shown
+            if delta.index == 0:
+                self.output.num_cached_tokens += delta.cached_tokens
             self._extend(self.output.outputs[delta.index], delta)
         self.output.finished = all(choice.finished() for choice in self.output.outputs)
 

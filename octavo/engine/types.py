@@ -138,6 +138,8 @@ class TokenEvent(msgspec.Struct, omit_defaults=True):
     """one for each of `token_ids`, when asked for"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """of the prompt (first is None), once, before or with the first token"""
+    cached_tokens: int = 0
+    """of the prompt, not computed for this choice; with its first token"""
     finish_reason: str | None = None
     """stop, length, abort or error"""
     stop_reason: int | None = None

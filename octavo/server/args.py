@@ -119,6 +119,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--max-body-bytes", "max_body_bytes", size, "Larger request bodies are answered 413."),
         Flag("--max-buffered-events", "max_buffered_events", int,
              "Events held for a slow client before its request ends."),
+        Flag("--enable-prompt-tokens-details", "enable_prompt_tokens_details", bool,
+             "Say in usage how many prompt tokens were cached.", switch=True),
         Flag("--shutdown-timeout", "shutdown_timeout_s", float, "Seconds running requests may take after SIGTERM."),
         Flag("--engine-restarts", "engine_restarts", int, "Times a dead engine is started again."),
     ),

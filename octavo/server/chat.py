@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.engine.outputs import ChoiceDelta
 from octavo.server.logprobs import Names, chat_logprobs, prompt_logprobs
-from octavo.server.serving import Choice, Prompt, Serving, usage
+from octavo.server.serving import Choice, Prompt, Serving, Spent
 from octavo.server.stream import EventStream, until_gone
 from octavo.wire.requests import ChatRequest, plain_messages
 from octavo.wire.responses import (
@@ -64,6 +64,7 @@ class ChatCall:
         self.model = serving.llm.model_names[0] if asked.model is None else asked.model
         self.names = Names(serving.llm, bool(asked.return_tokens_as_token_ids))
         self.created = int(time.time())
+        self.spent = Spent(serving.args)
 
     async def answer(self) -> ChatCompletion:
         choices = [Choice() for _ in range(self.prompt.params.n)]
@@ -71,12 +72,13 @@ class ChatCall:
             async for _, deltas in merged:
                 for delta in deltas:
                     choices[delta.index].add(delta)
+                    self.spent.note(delta)
         ids = self.prompt.token_ids
         shown = next((d.prompt_logprobs for c in choices for d in c.deltas if d.prompt_logprobs is not None), None)
         return ChatCompletion(
             id=self.id, created=self.created, model=self.model,
             choices=[self._choice(i, choice) for i, choice in enumerate(choices)],
-            usage=usage(len(ids), sum(len(c.token_ids) for c in choices)),
+            usage=self.spent.usage(len(ids), sum(len(c.token_ids) for c in choices)),
             prompt_logprobs=None if shown is None else prompt_logprobs(shown, self.names),
             prompt_token_ids=ids if self.asked.return_token_ids else None,
         )  # fmt: skip
@@ -104,12 +106,13 @@ class ChatCall:
                 started = True
                 for delta in deltas:
                     counts[delta.index] += len(delta.token_ids)
+                    self.spent.note(delta)
                     if self._tells(delta):
                         out.append(self._chunk(delta, counts[delta.index]))
                 if out:
                     yield b"".join(out)
         if self.asked.include_usage:
-            yield self._frame([], usage(len(self.prompt.token_ids), sum(counts)))
+            yield self._frame([], self.spent.usage(len(self.prompt.token_ids), sum(counts)))
 
     def _first(self, index: int) -> bytes:
         ids = self.prompt.token_ids if self.asked.return_token_ids else UNSET
@@ -130,7 +133,7 @@ class ChatCall:
         return self._frame([choice], self._running_usage(count))
 
     def _running_usage(self, count: int) -> Usage | None:
-        return usage(len(self.prompt.token_ids), count) if self.asked.continuous_usage else None
+        return self.spent.usage(len(self.prompt.token_ids), count) if self.asked.continuous_usage else None
 
     def _frame(self, choices: list[ChatChunkChoice], tokens: Usage | None, prompt_ids: object = UNSET) -> bytes:
         chunk = ChatChunk(self.id, self.created, self.model, choices, usage=UNSET if tokens is None else tokens)

@@ -14,7 +14,7 @@ from octavo.engine.outputs import ChoiceDelta
 from octavo.engine.types import TokenLogprobs
 from octavo.errors import InvalidRequest
 from octavo.server.logprobs import Names, completion_logprobs, prompt_logprobs
-from octavo.server.serving import Choice, Prompt, Serving, usage
+from octavo.server.serving import Choice, Prompt, Serving, Spent
 from octavo.server.stream import EventStream, until_gone
 from octavo.wire.requests import CompletionRequest
 from octavo.wire.responses import (
@@ -80,6 +80,7 @@ class CompletionCall:
         self.model = serving.llm.model_names[0] if asked.model is None else asked.model
         self.names = Names(serving.llm, bool(asked.return_tokens_as_token_ids))
         self.created = int(time.time())
+        self.spent = Spent(serving.args)
         self.n = prompts[0].params.n
         self.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self.only_echo = _only_echo(asked)
@@ -89,11 +90,12 @@ class CompletionCall:
         async with self.serving.open(self.id, self.prompts, self.asked.cache_salt) as merged:
             async for p, deltas in merged:
                 for delta in deltas:
+                    self.spent.note(delta)
                     choices[p * self.n + delta.index].add(self._shown(delta))
         return Completion(
             id=self.id, created=self.created, model=self.model,
             choices=[self._choice(i, choices) for i in range(len(choices))],
-            usage=usage(self.prompt_tokens, sum(len(c.token_ids) for c in choices)),
+            usage=self.spent.usage(self.prompt_tokens, sum(len(c.token_ids) for c in choices)),
         )  # fmt: skip
 
     def _shown(self, delta: ChoiceDelta) -> ChoiceDelta:
@@ -138,6 +140,7 @@ class CompletionCall:
                 for delta in map(self._shown, deltas):
                     index = p * self.n + delta.index
                     counts[index] += len(delta.token_ids)
+                    self.spent.note(delta)
                     echoed[p] = delta.prompt_logprobs or echoed.get(p)
                     first = index not in begun
                     begun.add(index)
@@ -150,7 +153,7 @@ class CompletionCall:
                 if out:
                     yield b"".join(out)
         if self.asked.include_usage:
-            yield self._frame([], usage(self.prompt_tokens, sum(counts)))
+            yield self._frame([], self.spent.usage(self.prompt_tokens, sum(counts)))
 
     def _chunk(
         self, index: int, delta: ChoiceDelta, offset: int, echoed: Sequence[TokenLogprobs | None] | None, first: bool
@@ -168,7 +171,9 @@ class CompletionCall:
         return choice, sum(map(len, logprobs.tokens)) if logprobs else 0
 
     def _running_usage(self, prompt_index: int, count: int) -> Usage | None:
-        return usage(len(self.prompts[prompt_index].token_ids), count) if self.asked.continuous_usage else None
+        if not self.asked.continuous_usage:
+            return None
+        return self.spent.usage(len(self.prompts[prompt_index].token_ids), count)
 
     def _frame(self, choices: list[CompletionChunkChoice], tokens: Usage | None) -> bytes:
         chunk = CompletionChunk(self.id, self.created, self.model, choices, usage=UNSET if tokens is None else tokens)

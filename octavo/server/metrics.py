@@ -50,9 +50,13 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self.labels, value)
             yield gauge
+        cached = sum(stats.cached_by_source.values())
         counters = [
             (names.PREEMPTIONS, "Sequences set back because KV blocks ran out.", stats.preemptions),
-            (names.PROMPT_TOKENS, "Prompt tokens computed.", stats.prompt_tokens),
+            (names.PROMPT_TOKENS, "Prompt tokens of the sequences that have started.", stats.prompt_tokens),
+            (names.PROMPT_TOKENS_CACHED, "Prompt tokens that were not computed.", cached),
+            (names.PREFIX_CACHE_QUERIES, "Tokens looked up in the prefix cache.", stats.prefix_queries),
+            (names.PREFIX_CACHE_HITS, "Tokens found in the prefix cache.", stats.prefix_hits),
             (names.GENERATION_TOKENS, "Tokens generated.", stats.generation_tokens),
             (names.ENGINE_STEPS, "Steps of the engine.", stats.steps),
         ]
@@ -60,8 +64,25 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self.labels, count)
             yield counter
+        yield from self._prompt_sources(stats)
         yield self._iteration_tokens(stats)
         yield self._cache_config()
+
+    def _prompt_sources(self, stats: Stats) -> Iterator[Metric]:
+        """Host memory and disk are external in vLLM's words, as a connector brings them there."""
+        lying = {source: stats.cached_by_source.get(source, 0) for source in ("device", "host", "disk")}
+        by_source = {
+            "local_compute": stats.prompt_tokens - sum(lying.values()), "local_cache_hit": lying["device"],
+            "external_kv_transfer": lying["host"] + lying["disk"],
+        }  # fmt: skip
+        for name, text, values in (
+            (names.PROMPT_TOKENS_BY_SOURCE, "Prompt tokens, by how they came into the KV cache.", by_source),
+            (names.PROMPT_TOKENS_CACHED_BY_SOURCE, "Prompt tokens that were not computed, by where they lay.", lying),
+        ):
+            counter = CounterMetricFamily(name, text, labels=[*LABELS, "source"])
+            for source, count in values.items():
+                counter.add_metric([*self.labels, source], count)
+            yield counter
 
     def _iteration_tokens(self, stats: Stats) -> Metric:
         """Counted by the engine, as it sends no message after a step that made no token."""
@@ -74,8 +95,8 @@ class EngineCollector(Collector):
     def _cache_config(self) -> Metric:
         facts = self.facts()
         values = {
-            "block_size": facts.block_size, "cache_dtype": facts.dtype, "enable_prefix_caching": False,
-            "num_gpu_blocks": facts.num_blocks, "kv_cache_memory_bytes": facts.kv_cache_bytes, "engine": "0",
+            "block_size": facts.block_size, "cache_dtype": facts.dtype, "enable_prefix_caching": facts.prefix_caching, "num_gpu_blocks": facts.num_blocks,
+            "kv_cache_memory_bytes": facts.kv_cache_bytes, "engine": "0",
         }  # fmt: skip
         info = GaugeMetricFamily(names.CACHE_CONFIG_INFO, "Settings of the KV cache.", labels=list(values))
         info.add_metric([str(v) for v in values.values()], 1)

@@ -21,7 +21,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.middleware import REQUEST_ID
 from octavo.server.stream import merged
 from octavo.wire.requests import AnyRequest, SamplingFields, read
-from octavo.wire.responses import Usage
+from octavo.wire.responses import PromptTokensDetails, Usage
 
 log = logging.getLogger("octavo.server")
 PARSE_IN_THREAD_BYTES = 64 << 10
@@ -132,8 +132,19 @@ class Prompt:
     params: SamplingParams
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Usage:
-    return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens)
+class Spent:
+    """Counts what a request's `usage` tells: prompt tokens once, not once a choice."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        self._cached: int | None = 0 if args.enable_prompt_tokens_details else None
+
+    def note(self, delta: ChoiceDelta) -> None:
+        if self._cached is not None and delta.index == 0:
+            self._cached += delta.cached_tokens
+
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> Usage:
+        details = None if self._cached is None else PromptTokensDetails(self._cached)
+        return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
 
 
 @dataclass

@@ -11,11 +11,17 @@ from msgspec import UNSET, Struct, UnsetType
 StopReason = int | str | None
 
 
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+    created_cache_tokens: None = None
+    multimodal_tokens: None = None
+
+
 class Usage(Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class TopLogprob(Struct):

@@ -33,12 +33,18 @@ def values(metrics: Metrics) -> dict[str, float]:
 def test_engine_stats_appear_under_vllms_names():
     stats = Stats(steps=7, running=2, waiting=3, blocks_used=4, blocks_total=16, preemptions=1, prompt_tokens=50,
                   generation_tokens=9, step_tokens=59,
+                  prefix_queries=60, prefix_hits=32, cached_by_source={"device": 16, "host": 8, "disk": 4},
                   steps_by_tokens=[2, 4, 0, 0, 1] + [0] * 9)  # fmt: skip
     metrics = make(stats)
     shown = values(metrics)
     expected = {
         "vllm:num_requests_running": 2, "vllm:num_requests_waiting": 3, "vllm:kv_cache_usage_perc": 0.25,
         "vllm:num_preemptions_total": 1, "vllm:prompt_tokens_total": 50, "vllm:generation_tokens_total": 9,
+        "vllm:prefix_cache_queries_total": 60, "vllm:prefix_cache_hits_total": 32,
+        "vllm:prompt_tokens_cached_total": 28, "vllm:prompt_tokens_by_source_total{source=local_compute}": 22,
+        "vllm:prompt_tokens_by_source_total{source=local_cache_hit}": 16,
+        "vllm:prompt_tokens_by_source_total{source=external_kv_transfer}": 12,
+        "vllm:prompt_tokens_cached_by_source_total{source=disk}": 4,
         "octavo:engine_steps_total": 7, "octavo:kv_blocks_used": 4, "octavo:kv_blocks_total": 16,
         "vllm:iteration_tokens_total_sum": 59, "vllm:iteration_tokens_total_count": 7,
         "vllm:iteration_tokens_total_bucket{le=1.0}": 2, "vllm:iteration_tokens_total_bucket{le=32.0}": 6,
