@@ -13,7 +13,7 @@ from octavo.backends.base import Device, ForwardBatch, KVCache, allocating
 from octavo.backends.kv import KVGroup
 from octavo.engine.batch import BatchBuilder, Indices, Rows
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import Chunk, NewSequence, SequenceFault, StepPlan, StepResult
+from octavo.engine.plan import Chunk, Move, NewSequence, SequenceFault, StepPlan, StepResult
 from octavo.engine.sampler import Sampler, token_logprobs
 from octavo.engine.types import TokenLogprobs
 
@@ -48,6 +48,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Raises SequenceFault when one sequence cannot be prepared; nothing is computed then."""
+        self._move(plan.moves)
         for sequence_id in plan.removed:
             self._forget(sequence_id)
         for new in plan.added:
@@ -69,6 +70,12 @@ class Runner:
         sampled = self._sampler.sample(logits, rows[sampling], positions)
         usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).tolist()
         return StepResult([[s] if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Before all that may fail: a step that fails is planned again without its moves."""
+        for move in moves:
+            for layer in self._model.kv_groups[move.group].layers:
+                self._device.copy_block(self._kv[layer], move.source, move.target)
 
     def _learn(self, new: NewSequence) -> None:
         try:
