@@ -8,6 +8,7 @@
 namespace octavo {
 namespace {
 
+constexpr int64_t kMostLeaders = 256;  // sorted as they are found; a whole vocabulary above it stays unsorted
 constexpr int64_t kChunk = 4096;  // tokens a task looks at: a row is shared by threads, in pieces that never change
 
 struct Best {
@@ -157,7 +158,8 @@ OCT_API void OCT_KERNEL(oct_exponential_noise)(const uint64_t* keys, int64_t row
         for_lanes(vocab, [&](int64_t i, auto, auto put) { put(noise + r * vocab + i, exponential(keys[r], i)); });
 }
 
-// For each row: logprob and rank (1 is best) of token_ids[row], and the `top` best logprobs with their ids.
+// For each row: logprob and rank (1 is best) of token_ids[row], and the `top` best logprobs with their ids: best first,
+// but by id where `top` is a whole vocabulary of more than kMostLeaders.
 OCT_API void OCT_KERNEL(oct_logprobs)(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                       const int64_t* token_ids, float* chosen, int64_t* ranks, int64_t top,
                                       float* top_values, int64_t* top_ids) {
@@ -169,7 +171,11 @@ OCT_API void OCT_KERNEL(oct_logprobs)(const float* logits, int64_t stride, int64
             chosen[r] = value - normalizer;
             ranks[r] = count_above(row, vocab, value) + 1;
             Leaders leaders{top_values + r * top, top_ids + r * top, top, 0};
-            find_leaders(row, vocab, leaders);
+            if (top == vocab && top > kMostLeaders) {
+                for (int64_t i = 0; i < top; i++) leaders.values[i] = row[i], leaders.ids[i] = i;
+            } else {
+                find_leaders(row, vocab, leaders);
+            }
             for (int64_t i = 0; i < top; i++) leaders.values[i] -= normalizer;
         }
     });

@@ -73,6 +73,28 @@ class Penalties:
 
 
 @dataclass(frozen=True)
+class Mask:
+    """Which tokens some rows of the logits may have at all."""
+
+    rows: Tensor
+    """int64 [M], distinct rows of the logits"""
+    bits: Tensor
+    """int32 [M, ceil(V / 32)]; token t is allowed when bit t % 32 of word t // 32 is set"""
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Single places in the logits that change. Indices are flat, row * V + token."""
+
+    banned: Tensor
+    """int64 [B], set to -inf; a place may stand in it twice"""
+    biased: Tensor
+    """int64 [C], distinct"""
+    bias: Tensor
+    """float32 [C], added"""
+
+
+@dataclass(frozen=True)
 class SamplingTensors:
     """One row for each position to sample. A row with temperature 0 is greedy and ignores the filters and the key."""
 
@@ -89,6 +111,8 @@ class SamplingTensors:
     all_greedy: bool
     needs_filter: bool
     """some row has top_k, top_p or min_p set"""
+    mask: Mask | None = None
+    edits: Edits | None = None
     penalties: Penalties | None = None
 
 

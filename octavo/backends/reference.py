@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.backends.base import AttentionMeta, Device, KVCache, SamplingTensors
+from octavo.backends.base import AttentionMeta, Device, Edits, KVCache, SamplingTensors
 from octavo.backends.kv import KVSpec, LatentAttention
 
 ACTIVATIONS = {
@@ -105,12 +105,13 @@ class Ops:
         return out
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        """Token ids int64 [R] for float32 `logits` [R, V], which may be overwritten.
+        """Token ids int64 [R] for contiguous float32 `logits` [R, V], which may be overwritten.
 
-        Penalties, then temperature, then top-k, top-p and min-p, then argmax of probability over exponential noise
-        (the Gumbel-max trick as a race), so that one key a row decides, whatever else is in the batch.
+        `edit_logits`, then temperature, then top-k, top-p and min-p, then argmax of probability over exponential noise
+        (the Gumbel-max trick as a race), so that one key a row decides, whatever else is in the batch. A row in which
+        nothing is allowed gives some token whose place in `logits` is then -inf.
         """
-        logits = apply_penalties(logits, params)
+        logits = self.edit_logits(logits, params)
         greedy = logits.argmax(-1)
         if params.all_greedy:
             return greedy
@@ -120,6 +121,25 @@ class Ops:
             scaled = filter_logits(scaled, params)
         race = scaled.softmax(-1) / exponential_noise(params.keys, logits.shape[1])
         return torch.where(is_greedy, greedy, race.argmax(-1))
+
+    def edit_logits(self, logits: Tensor, params: SamplingTensors) -> Tensor:
+        """What changes single tokens, in place and in vLLM's order: mask, bans, biases, penalties."""
+        if params.mask is not None:
+            self.apply_bitmask(logits, params.mask.rows, params.mask.bits)
+        if params.edits is not None:
+            apply_edits(logits, params.edits)
+        return apply_penalties(logits, params)
+
+    def apply_bitmask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Sets to -inf, in place, what is not allowed: tokens whose bit in `bits` int32 [M, ceil(V / 32)] is 0, in the
+        `rows` int64 [M] of `logits` [R, V]. Bit t % 32 of word t // 32 is token t's."""
+        place = torch.arange(32, dtype=torch.int32, device=bits.device)
+        allowed = (bits.unsqueeze(-1) >> place & 1).bool().flatten(1)[:, : logits.shape[1]]
+        logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Logprobs of all tokens, float32 [R, V], equal to those that `logprobs` gives."""
+        return logits.float().log_softmax(-1)
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of raw `logits` [R, V]: logprob [R] and rank [R] (1 is best) of `token_ids`, and the `top` best as
@@ -143,6 +163,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
         hidden |= key_pos <= query_pos - window
     probs = scores.masked_fill(hidden.to(scores.device), float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", probs, v).to(q.dtype)
+
+
+def apply_edits(logits: Tensor, edits: Edits) -> None:
+    """In place, as `apply_penalties` is."""
+    flat = logits.view(-1)
+    flat[edits.banned] = float("-inf")
+    flat[edits.biased] += edits.bias
 
 
 def apply_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:

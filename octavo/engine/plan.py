@@ -79,7 +79,7 @@ class Sampled(msgspec.Struct, frozen=True):
 class StepResult(msgspec.Struct, frozen=True):
     sampled: list[list[Sampled] | None]
     """one for each chunk with `sample`, in the plan's order: the tokens that follow, one and as many as drafts were
-    right; None where the model's output was NaN or infinite"""
+    right; None where the model's output was NaN or infinite. Empty where the sequence's parameters allow no token."""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     """by sequence id: of the prompt tokens after each of the chunk's tokens"""
     drafts: dict[int, list[int]] = {}

@@ -12,9 +12,10 @@ from torch import Tensor
 from octavo.backends.base import Device, ForwardBatch, KVCache, allocating
 from octavo.backends.kv import KVGroup
 from octavo.engine.batch import BatchBuilder, Indices, Rows
+from octavo.engine.logprobs import token_logprobs
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import Chunk, Move, NewSequence, SequenceFault, StepPlan, StepResult
-from octavo.engine.sampler import Sampler, token_logprobs
+from octavo.engine.sampler import Sampler
 from octavo.engine.types import TokenLogprobs
 
 LOGITS_AT_ONCE = 1 << 24
@@ -36,12 +37,12 @@ class Runner:
 
     def __init__(
         self, model: Model, device: Device, layout: KVLayout, dtype: torch.dtype, *, max_num_seqs: int,
-        max_model_len: int, vocab_size: int, rank: int = 0,
+        max_model_len: int, vocab_size: int, rank: int = 0, eos_token_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._device, self._rank, self._vocab_size = model, device, rank, vocab_size
         self._rows = Rows(max_num_seqs)
         self._builder = BatchBuilder(layout, max_num_seqs, max_model_len, device)
-        self._sampler = Sampler(max_num_seqs, vocab_size, device)
+        self._sampler = Sampler(max_num_seqs, vocab_size, device, eos_token_ids)
         self._prompts: dict[int, tuple[Tensor, int]] = {}
         self._kv = allocate_caches(model.kv_groups, device, layout, dtype)
 
@@ -55,7 +56,6 @@ class Runner:
             self._learn(new)
         chunks = plan.chunks
         rows = self._rows.of(chunks)
-        self._sampler.note(chunks, rows)
         batch, last_tokens = self._builder.build(chunks, rows)
         hidden = self._model.forward(batch, self._kv)
         prompt_logprobs = self._prompt_logprobs(chunks, hidden, last_tokens)
@@ -66,10 +66,9 @@ class Runner:
         logits = self._model.logits(hidden)
         if self._rank != 0:
             return StepResult([], {})
-        positions = np.fromiter((chunks[i].end for i in sampling), np.int64, len(sampling))
-        sampled = self._sampler.sample(logits, rows[sampling], positions)
+        sampled = self._sampler.sample(logits, [chunks[i] for i in sampling], rows[sampling])
         usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).tolist()
-        return StepResult([[s] if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
+        return StepResult([s if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Before all that may fail: a step that fails is planned again without its moves."""
@@ -80,9 +79,8 @@ class Runner:
     def _learn(self, new: NewSequence) -> None:
         try:
             self._sampler.add(self._rows.add(new.sequence_id), new)
-            if new.sampling.prompt_logprobs is not None:
-                prompt = torch.tensor(new.prompt_token_ids, dtype=torch.int64)
-                self._prompts[new.sequence_id] = (prompt, new.sampling.prompt_logprobs)
+            if (top := new.sampling.num_prompt_logprobs(self._vocab_size)) is not None:
+                self._prompts[new.sequence_id] = (torch.tensor(new.prompt_token_ids, dtype=torch.int64), top)
         except Exception as err:
             raise SequenceFault(new.sequence_id) from err
 

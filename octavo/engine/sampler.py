@@ -1,69 +1,46 @@
-"""What choosing tokens needs between steps, and the choice itself: `SamplingParams` to `SamplingTensors` to tokens."""
+"""What choosing tokens needs between steps, and the choice itself: `SamplingParams` to `SamplingTensors` to tokens.
+
+All of it lives here, on rank 0, and is fed by the tokens that were sampled here: a plan may be made before they are
+known. It depends on nothing but a sequence's own tokens, so it is the same after preemption, from `NewSequence`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.backends.base import Device, Penalties, SamplingTensors
+from octavo.backends.base import Device, SamplingTensors
 from octavo.engine.batch import Indices
+from octavo.engine.constraints import Constraints, constraints_of
+from octavo.engine.logit_changes import LogitChanges
+from octavo.engine.logprobs import token_logprobs
 from octavo.engine.noise import noise_keys, noise_stem
+from octavo.engine.penalties import TokenCounts, counts_of
 from octavo.engine.plan import Chunk, NewSequence, Sampled
 from octavo.engine.types import TokenLogprobs
 
 NO_LOGPROBS = -1
 
 
-class TokenCounts:
-    """The distinct tokens that penalties of one sequence touch, and how often each stands in its output.
-
-    Arrays that grow by doubling: a step costs a copy of them, and a new token costs the same however long the output.
-    """
-
-    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        distinct = dict.fromkeys(prompt) | dict.fromkeys(output)
-        self._place = {token: index for index, token in enumerate(distinct)}
-        self._tokens = np.fromiter(distinct, np.int64, len(distinct))
-        self._counts = np.zeros(len(distinct), np.float32)
-        self.num_known = 0
-        for token in output:
-            self.add(token)
-
-    def add(self, token: int) -> None:
-        """One more `token` in the output."""
-        place = self._place.setdefault(token, len(self._place))
-        if place == len(self._tokens):
-            room = max(16, place)
-            self._tokens = np.concatenate((self._tokens, np.zeros(room, np.int64)))
-            self._counts = np.concatenate((self._counts, np.zeros(room, np.float32)))
-        self._tokens[place] = token
-        self._counts[place] += 1
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        return self._tokens[: len(self._place)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.float32]:
-        return self._counts[: len(self._place)]
-
-
 class Sampler:
-    """Rows as `batch.Rows` gives them."""
+    """Rows as `batch.Rows` gives them. A row that asks for nothing rare costs nothing for it."""
 
-    def __init__(self, height: int, vocab_size: int, device: Device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(self, height: int, vocab_size: int, device: Device, eos_token_ids: Sequence[int] = ()) -> None:
+        self._vocab_size, self._device, self._eos_token_ids = vocab_size, device, eos_token_ids
         self._temperature, self._top_p, self._min_p = (np.zeros(height, np.float32) for _ in range(3))
         self._repetition, self._frequency, self._presence = (np.zeros(height, np.float32) for _ in range(3))
         self._top_k = np.zeros(height, np.int32)
         self._logprobs = np.zeros(height, np.int64)
         self._stems = np.zeros(height, np.uint64)
         self._filtered = np.zeros(height, bool)
+        self._prompt_length = np.zeros(height, np.int64)
+        self._listed: dict[int, tuple[int, ...]] = {}
         self._counts: dict[int, TokenCounts] = {}
+        self._constraints: dict[int, Constraints] = {}
 
     def add(self, row: int, new: NewSequence) -> None:
         p = new.sampling
@@ -72,75 +49,125 @@ class Sampler:
         self._filtered[row] = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self._repetition[row], self._frequency[row] = p.repetition_penalty, p.frequency_penalty
         self._presence[row] = p.presence_penalty
-        self._logprobs[row] = NO_LOGPROBS if p.logprobs is None else p.logprobs
         self._stems[row] = noise_stem(new.seed, new.choice)
-        self._counts.pop(row, None)
-        if p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0:
-            prompt = new.prompt_token_ids if p.repetition_penalty != 1 else []
-            counts = self._counts[row] = TokenCounts(prompt, new.output_token_ids)
-            counts.num_known = len(new.prompt_token_ids) + len(new.output_token_ids)
+        self._prompt_length[row] = len(new.prompt_token_ids)
+        self.remove(row)
+        top = p.num_logprobs(self._vocab_size)
+        self._logprobs[row] = NO_LOGPROBS if top is None else top
+        if p.logprob_token_ids is not None:
+            self._listed[row] = p.logprob_token_ids
+        if (counts := counts_of(new)) is not None:
+            self._counts[row] = counts
+        if (constraints := constraints_of(new, self._eos_token_ids, self._vocab_size)) is not None:
+            self._constraints[row] = constraints
 
     def remove(self, row: int) -> None:
-        self._counts.pop(row, None)
+        for kept in (self._listed, self._counts, self._constraints):
+            kept.pop(row, None)
 
-    def note(self, chunks: Sequence[Chunk], rows: Indices) -> None:
-        """Counts the output tokens that these chunks bring and that were not known before."""
-        if not self._counts:
-            return
-        for chunk, row in zip(chunks, rows.tolist(), strict=True):
-            counts = self._counts.get(row)
-            if counts is not None and chunk.end > counts.num_known:
-                for token in chunk.token_ids[counts.num_known - chunk.start :]:
-                    counts.add(token)
-                counts.num_known = chunk.end
+    def sample(self, logits: Tensor, chunks: Sequence[Chunk], rows: Indices) -> list[list[Sampled]]:
+        """The tokens that follow each of `chunks`: drafts as far as they are what is sampled here, and one more.
 
-    def sample(self, logits: Tensor, rows: Indices, positions: Indices) -> list[Sampled]:
-        """One token for each row of `logits` [R, V] (which may be overwritten), to stand at `positions` [R]."""
-        wanted = self._logprobs[rows]
-        reported = np.flatnonzero(wanted != NO_LOGPROBS)
+        `logits` [R, V] has num_drafts + 1 rows for each chunk in turn, and may be overwritten. The list ends early,
+        and may be empty, where a sequence's parameters leave no token to choose.
+        """
+        places = np.fromiter((c.num_drafts + 1 for c in chunks), np.int64, len(chunks))
+        ends = np.fromiter((c.end for c in chunks), np.int64, len(chunks))
+        firsts = np.cumsum(places) - places
+        row_of = np.repeat(rows, places)
+        positions = np.arange(len(row_of)) + np.repeat(ends - places + 1 - firsts, places)
+        reported = np.flatnonzero(self._logprobs[row_of] != NO_LOGPROBS)
         raw = logits[self._upload(reported)] if len(reported) else None
-        tokens = self._device.ops.sample(logits, self._tensors(rows, positions))
+        changes = self._changes(chunks, rows, firsts)
+        tokens = self._device.ops.sample(logits, self._tensors(row_of, positions, changes))
+        dead_ends = changes.dead_ends(logits, tokens, self._device.download)
+        if changes.forced:
+            forced = np.array(list(changes.forced.items()))
+            tokens[self._upload(forced[:, 0])] = self._upload(forced[:, 1])
+        found = {} if raw is None else self._report(raw, tokens, reported, row_of)
         chosen = self._device.download(tokens).tolist()
-        result = [Sampled(token) for token in chosen]
-        if raw is not None:
-            tops = wanted[reported].tolist()
-            found = token_logprobs(self._device, raw, tokens[self._upload(reported)], tops)
-            for index, logprobs in zip(reported.tolist(), found, strict=True):
-                result[index] = Sampled(chosen[index], logprobs)
-        return result
+        sampled = [None if i in dead_ends else Sampled(token, found.get(i)) for i, token in enumerate(chosen)]
+        following = [
+            _accepted(chunk, sampled[first : first + chunk.num_drafts + 1])
+            for chunk, first in zip(chunks, firsts.tolist(), strict=True)
+        ]
+        self._note(rows, following)
+        return following
 
-    def _tensors(self, rows: Indices, positions: Indices) -> SamplingTensors:
+    def _changes(self, chunks: Sequence[Chunk], rows: Indices, firsts: Indices) -> LogitChanges:
+        changes = LogitChanges(self._vocab_size, self._upload)
+        if not self._counts and not self._constraints:
+            return changes
+        for chunk, row, first in zip(chunks, rows.tolist(), firsts.tolist(), strict=True):
+            known = chunk.end - chunk.num_drafts
+            drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
+            for follower in self._followers(row):
+                _catch_up(follower, known - int(self._prompt_length[row]), chunk.token_ids[: known - chunk.start])
+                for place, draft in enumerate([*drafts, None], first):
+                    if isinstance(follower, Constraints):
+                        changes.constrain(place, follower)
+                    else:
+                        changes.penalize(place, row, follower, copied=bool(drafts))
+                    if draft is not None:
+                        follower.note(draft)
+                for _ in drafts:
+                    follower.undo()
+        return changes
+
+    def _followers(self, row: int) -> Iterable[TokenCounts | Constraints]:
+        """What keeps an account of the row's output."""
+        return [kept[row] for kept in (self._counts, self._constraints) if row in kept]
+
+    def _note(self, rows: Indices, following: Sequence[Sequence[Sampled]]) -> None:
+        if not self._counts and not self._constraints:
+            return
+        for row, sampled in zip(rows.tolist(), following, strict=True):
+            for follower in self._followers(row):
+                for one in sampled:
+                    follower.note(one.token_id)
+
+    def _tensors(self, rows: Indices, positions: Indices, changes: LogitChanges) -> SamplingTensors:
         keys = noise_keys(self._stems[rows], positions).view(np.int64)
         return SamplingTensors(
             self._upload(self._temperature[rows]), self._upload(self._top_k[rows]), self._upload(self._top_p[rows]),
             self._upload(self._min_p[rows]), self._upload(keys), all_greedy=not self._temperature[rows].any(),
-            needs_filter=bool(self._filtered[rows].any()), penalties=self._penalties(rows),
+            needs_filter=bool(self._filtered[rows].any()), mask=changes.mask(), edits=changes.edits(),
+            penalties=changes.penalties(self._repetition, self._frequency, self._presence),
         )  # fmt: skip
 
-    def _penalties(self, rows: Indices) -> Penalties | None:
-        touched = [(i, row, c) for i, row in enumerate(rows.tolist()) if (c := self._counts.get(row)) is not None]
-        if not touched:
-            return None
-        sizes = [len(counts.tokens) for _, _, counts in touched]
-        own_rows = np.array([row for _, row, _ in touched])
-        return Penalties(
-            self._upload(np.concatenate([i * self._vocab_size + counts.tokens for i, _, counts in touched])),
-            self._upload(np.concatenate([counts.counts for _, _, counts in touched])),
-            self._upload(np.repeat(self._repetition[own_rows], sizes)),
-            self._upload(np.repeat(self._frequency[own_rows], sizes)),
-            self._upload(np.repeat(self._presence[own_rows], sizes)),
-        )
+    def _report(self, raw: Tensor, tokens: Tensor, reported: Indices, rows: Indices) -> dict[int, TokenLogprobs]:
+        """By row of the logits; `raw` holds those rows that are `reported`."""
+        mine = rows[reported]
+        listed = {i: ids for i, row in enumerate(mine.tolist()) if (ids := self._listed.get(row))}
+        tops = self._logprobs[mine].tolist()
+        found = token_logprobs(self._device, raw, tokens[self._upload(reported)], tops, listed)
+        return dict(zip(reported.tolist(), found, strict=True))
 
     def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         return self._device.upload(torch.from_numpy(array))
 
 
-def token_logprobs(device: Device, logits: Tensor, tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Of raw `logits` [R, V]: for each of `tokens` [R] its logprob and rank, and those of the `tops[r]` best."""
-    parts = device.ops.logprobs(logits, tokens, max(tops))
-    chosen, ranks, values, ids = (device.download(part).tolist() for part in parts)
-    token_ids = device.download(tokens).tolist()
-    return [
-        TokenLogprobs([token, *ids[r][:top]], [chosen[r], *values[r][:top]], ranks[r])
-        for r, (token, top) in enumerate(zip(token_ids, tops, strict=True))
-    ]
+def _catch_up(follower: TokenCounts | Constraints, wanted: int, latest: Sequence[int]) -> None:
+    """Makes it know `wanted` output tokens, the last of them `latest`.
+
+    It does already, unless a step was planned again after its tokens were lost.
+    """
+    while follower.num_noted > wanted:
+        follower.undo()
+    if follower.num_noted < wanted:
+        for token in latest[follower.num_noted - wanted :]:
+            follower.note(token)
+    assert follower.num_noted == wanted, "tokens of a sequence are missing"
+
+
+def _accepted(chunk: Chunk, sampled: Sequence[Sampled | None]) -> list[Sampled]:
+    """Up to the first that is not the draft in its place, or that there is none of."""
+    drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
+    following: list[Sampled] = []
+    for place, one in enumerate(sampled):
+        if one is None:
+            break
+        following.append(one)
+        if place < len(drafts) and drafts[place] != one.token_id:
+            break
+    return following

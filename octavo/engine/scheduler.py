@@ -220,10 +220,11 @@ class Scheduler:
             sequence.computed(chunk)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
-            if tokens is not None:
+            if tokens:
                 events.append(self._append(sequence, tokens[0]))
             elif chunk.sample:
-                events.append(self._finish(sequence, "error", error=_not_a_number(sequence)))
+                error = _not_a_number(sequence) if tokens is None else _no_token(sequence)
+                events.append(self._finish(sequence, "error", error=error))
         self.stats.steps += 1
         self.stats.step_tokens += plan.num_tokens
         self.stats.steps_by_tokens[bisect_left(ITERATION_BUCKETS, plan.num_tokens)] += 1
@@ -329,6 +330,14 @@ def _not_a_number(sequence: Sequence) -> OctavoError:
     return OctavoError(
         f"the model's output after {sequence.num_tokens} tokens is NaN or infinite",
         fix="check the model's files, or compute in another --dtype",
+    )
+
+
+def _no_token(sequence: Sequence) -> OctavoError:
+    return InvalidRequest(
+        f"after {len(sequence.output_token_ids)} tokens of the answer every next token is excluded",
+        limit="at least 1 that allowed_token_ids, bad_words, stop tokens before min_tokens and logit_bias leave",
+        fix="exclude less",
     )
 
 

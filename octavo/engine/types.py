@@ -5,25 +5,70 @@ They travel between processes as msgpack; a field that is filled in later says b
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import msgspec
 
+from octavo.engine.param_checks import above, at_most, count_of_logprobs, known_tokens, out_of_range, within
 from octavo.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_PATTERN_SIZE = 1024
 MAX_CHOICES = 128
+MAX_COUNT = (1 << 31) - 1
 SEED_BITS = 63
+
+
+class RequestOutputKind(Enum):
+    """What an iterator of `AsyncLLM.generate` gives; names and numbers are vLLM's."""
+
+    CUMULATIVE = 0
+    """all of the output so far, again and again"""
+    DELTA = 1
+    """only what is new"""
+    FINAL_ONLY = 2
+    """nothing but the whole at the end"""
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Ends an output whose last tokens are one pattern again and again, `min_count` times at least.
+
+    Patterns are `min_pattern_size` (0: 1) to `max_pattern_size` (0: none is looked for) tokens long.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def verify(self) -> None:
+        """Raises InvalidRequest."""
+        name = "repetition_detection"
+        within(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE, "tokens")
+        within(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size, "(max_pattern_size)")
+        if self.max_pattern_size:
+            within(f"{name}.min_count", self.min_count, 2, MAX_COUNT)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens; names and defaults are vLLM's. `verify` checks the ranges.
 
     `seed` is drawn at admission when None. `logprobs` is the number of best tokens to report beside the chosen one (0:
-    only the chosen one). Stop strings are matched by the API process, where text exists; token ids by the engine.
+    only the chosen one; -1: all of the vocabulary), `logprob_token_ids` names them instead. Stop strings are matched by
+    the API process, where text exists; token ids by the engine. What `constraints` and `admission` say of the others
+    holds for `bad_word_ids` and `thinking_marks` too: those are filled in by admission, from `bad_words` and for
+    `thinking_token_budget`.
     """
 
     n: int = 1
+    best_of: int | None = None
+    """so many choices are generated, of which the `n` with the highest cumulative logprob are given"""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -32,66 +77,152 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
+    min_tokens: int = 0
+    """before so many there is no end-of-sequence token, no stop token id and no stop string"""
+    thinking_token_budget: int | None = None
+    """tokens of thinking, after which its end is forced; None or -1: no limit"""
+    repetition_detection: RepetitionDetectionParams | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    detokenize: bool = True
+    """False: the output has token ids but no text"""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """no effect: special tokens are written as they are, and nothing is ever put between them"""
+    truncate_prompt_tokens: int | None = None
+    """a longer prompt is cut to so many tokens; -1: to what the context holds"""
+    truncation_side: str = "left"
+    """where it is cut: left (the last tokens stay) or right"""
+    stream_interval: int | None = None
+    """tokens of a choice that are given at once, but for the first and the last"""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    thinking_marks: tuple[int, int] | None = None
+    """the tokens that start and end thinking"""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        change = msgspec.structs.force_setattr
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids"):
             value: Any = getattr(self, name)
-            if value is None or isinstance(value, (str, list)):  # what else is no tuple, `admission.typed` refuses
-                one = (value,) if isinstance(value, str) else tuple(value or ())
-                msgspec.structs.force_setattr(self, name, one)
-        if self.top_k == -1:
-            msgspec.structs.force_setattr(self, "top_k", 0)
+            if isinstance(value, str):
+                change(self, name, (value,))
+            elif isinstance(value, (list, tuple)):  # what else is no tuple, `admission.typed` refuses
+                change(self, name, tuple(dict.fromkeys(value)) if name != "logprob_token_ids" else tuple(value))
+            elif value is None and name in ("stop", "stop_token_ids", "bad_words"):
+                change(self, name, ())
+        if isinstance(self.logit_bias, dict):
+            change(self, "logit_bias", {_token_id(token): bias for token, bias in self.logit_bias.items()})
+        for name, unset, plain in (("top_k", -1, 0), ("seed", -1, None), ("thinking_token_budget", -1, None)):
+            if getattr(self, name) == unset:
+                change(self, name, plain)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def num_choices(self) -> int:
+        """How many are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    def num_logprobs(self, vocab_size: int) -> int | None:
+        """How many of the best tokens are reported beside the chosen one; None without logprobs."""
+        if self.logprob_token_ids is not None:
+            return 0
+        return vocab_size if self.logprobs == -1 else self.logprobs
+
+    def num_prompt_logprobs(self, vocab_size: int) -> int | None:
+        return vocab_size if self.prompt_logprobs == -1 else self.prompt_logprobs
+
     def verify(self, vocab_size: int, max_logprobs: int) -> None:
         """Raises InvalidRequest naming the parameter, its value and its limit."""
-        _within("n", self.n, 1, MAX_CHOICES)
-        _within("temperature", self.temperature, 0, 100)
-        if not 0 < self.top_p <= 1:
-            raise _out_of_range("top_p", self.top_p, "above 0, at most 1")
-        _within("top_k", self.top_k, 0, (1 << 31) - 1)
-        _within("min_p", self.min_p, 0, 1)
-        _within("presence_penalty", self.presence_penalty, -2, 2)
-        _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        if not 0 < self.repetition_penalty <= 100:
-            raise _out_of_range("repetition_penalty", self.repetition_penalty, "above 0, at most 100")
-        if self.seed is not None:
-            _within("seed", self.seed, -(1 << SEED_BITS), (1 << SEED_BITS) - 1)
-        if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, (1 << 31) - 1)
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None:
-                _within(name, value, 0, min(max_logprobs, vocab_size))
-        _within("stop", len(self.stop), 0, MAX_STOP_STRINGS, "strings")
-        if any(not s for s in self.stop):
-            raise InvalidRequest("stop holds an empty string", fix="remove it", param="stop")
-        for token in self.stop_token_ids:
-            _within("stop_token_ids", token, 0, vocab_size - 1)
-        if self.greedy and self.n > 1:
+        within("n", self.n, 1, MAX_CHOICES)
+        self._verify_choice(vocab_size)
+        self._verify_end(vocab_size)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                count_of_logprobs(name, count, vocab_size, max_logprobs)
+        if self.logprob_token_ids is not None:
+            within("logprob_token_ids", len(self.logprob_token_ids), 1, MAX_LOGPROB_TOKEN_IDS, "token ids")
+            known_tokens("logprob_token_ids", self.logprob_token_ids, vocab_size)
+            if self.logprobs not in (None, len(self.logprob_token_ids)):
+                raise out_of_range("logprobs", self.logprobs, "with logprob_token_ids: none, or as many as these")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            within("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT, "tokens, or -1")
+        if self.truncation_side not in ("left", "right"):
+            raise out_of_range("truncation_side", self.truncation_side, "left or right")
+        if self.stream_interval is not None:
+            within("stream_interval", self.stream_interval, 1, MAX_COUNT)
+        if self.greedy and self.num_choices > 1:
+            name, count = ("n", self.n) if self.best_of is None else ("best_of", self.best_of)
             raise InvalidRequest(
-                f"n is {self.n} with temperature 0: the choices would all be equal", limit="n=1 when greedy",
-                fix="raise temperature or set n to 1", param="n",
+                f"{name} is {count} with temperature 0: the choices would all be equal", limit=f"{name}=1 when greedy",
+                fix=f"raise temperature or set {name} to 1", param=name,
             )  # fmt: skip
 
+    def _verify_choice(self, vocab_size: int) -> None:
+        """How a token is chosen."""
+        if self.best_of is not None:
+            within("best_of", self.best_of, self.n, MAX_CHOICES)
+        within("temperature", self.temperature, 0, 100)
+        above("top_p", self.top_p, 0, 1)
+        within("top_k", self.top_k, 0, MAX_COUNT)
+        within("min_p", self.min_p, 0, 1)
+        within("presence_penalty", self.presence_penalty, -2, 2)
+        within("frequency_penalty", self.frequency_penalty, -2, 2)
+        above("repetition_penalty", self.repetition_penalty, 0, 100)
+        if self.seed is not None:
+            within("seed", self.seed, -(1 << SEED_BITS), (1 << SEED_BITS) - 1)
+        if self.logit_bias is not None:
+            at_most("logit_bias", self.logit_bias, MAX_LOGIT_BIAS, "token ids")
+            known_tokens("logit_bias", self.logit_bias, vocab_size)
+            for bias in self.logit_bias.values():
+                within("logit_bias", bias, -100, 100)
+        if self.allowed_token_ids is not None:
+            within("allowed_token_ids", len(self.allowed_token_ids), 1, vocab_size, "token ids")
+            known_tokens("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        at_most("bad_words", self.bad_words, MAX_BAD_WORDS, "words")
+        if any(not word for word in self.bad_words):
+            raise InvalidRequest("bad_words holds an empty string", fix="remove it", param="bad_words")
+        for word in self.bad_word_ids:
+            known_tokens("bad_words", word, vocab_size)
+        if self.thinking_token_budget is not None:
+            within("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT, "tokens, or -1")
 
-def _within(name: str, value: float, low: float, high: float, unit: str = "") -> None:
-    if not low <= value <= high:
-        raise _out_of_range(name, value, f"{low} to {high}{' ' + unit if unit else ''}")
+    def _verify_end(self, vocab_size: int) -> None:
+        """When an answer is complete."""
+        if self.max_tokens is not None:
+            within("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        within("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
+        within("stop", len(self.stop), 0, MAX_STOP_STRINGS, "strings")
+        if any(not s for s in self.stop):
+            raise InvalidRequest("stop holds an empty string", fix="remove it", param="stop")
+        if self.stop and not self.detokenize:
+            raise InvalidRequest(
+                "stop is set with detokenize false", limit="stop strings need text", fix="set detokenize to true",
+                param="stop",
+            )  # fmt: skip
+        at_most("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
+        known_tokens("stop_token_ids", self.stop_token_ids, vocab_size)
+        if self.repetition_detection is not None:
+            self.repetition_detection.verify()
 
 
-def _out_of_range(name: str, value: float, limit: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is {value}", limit=limit, fix=f"set {name} within it", param=name)
+def _token_id(name: Any) -> Any:
+    """Keys of a JSON object are texts."""
+    try:
+        return int(name) if isinstance(name, str) else name
+    except ValueError:
+        return name
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -141,8 +272,9 @@ class TokenEvent(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     """of the prompt, not computed for this choice; with its first token"""
     finish_reason: str | None = None
-    """stop, length, abort or error"""
-    stop_reason: int | None = None
-    """the stop token id, when it is one of `stop_token_ids`; None for an end-of-sequence token"""
+    """stop, length, repetition, abort or error"""
+    stop_reason: int | str | None = None
+    """the stop token id, when it is one of `stop_token_ids`, or "repetition_detected"; None for an end-of-sequence
+    token"""
     error: dict[str, Any] | None = None
     """`errors.to_wire` of the cause when `finish_reason` is error"""

@@ -77,6 +77,7 @@ class Worker:
         self._runner = Runner(
             self.model, self.device, layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
             max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
+            eos_token_ids=self.config.eos_token_ids,
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from octavo.engine.noise import noise_key, noise_keys, noise_stem
+from octavo.engine.penalties import TokenCounts
 from octavo.engine.plan import SequenceFault
-from octavo.engine.sampler import TokenCounts
 from tests.engine.tiny import VOCAB, LocalEngine, request, tokens_of, transformers_model, true_logits
 from tests.matrix import SEED
 
@@ -183,7 +183,7 @@ def test_token_counts_grow(rng):
     start = rng.randrange(len(output))
     counts = TokenCounts(prompt, output[:start])
     for token in output[start:]:
-        counts.add(token)
+        counts.note(token)
     got = dict(zip(counts.tokens.tolist(), counts.counts.tolist(), strict=True))
     assert got == {t: output.count(t) for t in {*prompt, *output}}
 
@@ -207,7 +207,7 @@ def test_a_sequence_that_cannot_be_prepared_harms_no_other(llama, rng):
 def test_on_the_kernels_the_company_changes_not_one_bit(llama, rng):
     """Alone, in a crowd, in other chunks, after preemption: the same tokens and the same bits of every logprob."""
     mine = _sampled("mine", prompts(rng, 1, low=30)[0], count=20, seed=7, logprobs=5, prompt_logprobs=2, top_p=0.9)
-    others = [_sampled(str(i), p, temperature=rng.random()) for i, p in enumerate(prompts(rng, 9))]
+    others = [_sampled(str(i), p, temperature=rng.random()) for i, p in enumerate(prompts(rng, 9, low=20))]
     alone = LocalEngine(llama, device_name="cpu", page_size=16).run(mine)["mine"][0]
     for shape in ({}, {"budget": rng.randint(3, 40)}, {"blocks": 8}):
         engine = LocalEngine(llama, device_name="cpu", page_size=16, **shape)

@@ -71,10 +71,9 @@ class LocalEngine:
         model = load_model(checkpoint, device, dtype)
         layout = KVLayout(page_size, tuple(g.spec for g in model.kv_groups), (blocks,) * len(model.kv_groups))
         limits = {"max_num_seqs": seqs, "max_model_len": checkpoint.spec.context_len, "vocab_size": VOCAB}
+        limits["eos_token_ids"] = checkpoint.eos_token_ids
         self.runner = Runner(model, device, layout, dtype, **limits)
-        self.scheduler = Scheduler(
-            layout, max_num_batched_tokens=budget, eos_token_ids=checkpoint.eos_token_ids, **limits
-        )
+        self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits)
 
     def run(self, *requests: Request) -> dict[str, list[list[TokenEvent]]]:
         """Request id to the events of each choice."""

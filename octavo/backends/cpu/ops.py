@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +15,13 @@ from octavo.backends.base import AttentionMeta, KVCache, SamplingTensors
 from octavo.backends.cpu.lib import Kernels
 from octavo.backends.cpu.memory import Arena, lazy_zeros
 from octavo.backends.kv import FullAttention
-from octavo.backends.reference import Ops, PackedLinear, apply_penalties
+from octavo.backends.reference import Ops, PackedLinear
 
 LANES = 16
 """Columns of a packed panel, tokens of a KV panel: what `csrc/cpu` calls kLanes."""
 MAX_HEAD_DIM = 256
+MOST_LEADERS = 256
+"""the kernel keeps the best logprobs sorted as it finds them, which is slow for many"""
 BF16 = torch.bfloat16
 
 
@@ -169,7 +172,7 @@ class CpuOps(Ops):
         return out
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        logits = apply_penalties(logits, params)
+        logits = self.edit_logits(logits, params)
         (rows, vocab), temperature = logits.shape, params.temperature
         assert logits.dtype is torch.float32 and logits.stride(1) == 1
         assert temperature.dtype is torch.float32 and temperature.is_contiguous()
@@ -182,6 +185,17 @@ class CpuOps(Ops):
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+    def apply_bitmask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        vocab = logits.shape[1]
+        allowed = np.unpackbits(bits.numpy().view(np.uint8), axis=1, count=vocab, bitorder="little")
+        for row, keeps in zip(rows.tolist(), torch.from_numpy(allowed == 0), strict=True):
+            logits[row].masked_fill_(keeps, float("-inf"))
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        vocab = logits.shape[1]
+        _, _, values, ids = self._logprobs(logits, torch.zeros(len(logits), dtype=torch.int64), vocab)
+        return torch.empty_like(values).scatter_(1, ids, values)
 
     def _filter(self, logits: Tensor, params: SamplingTensors) -> Tensor:
         """Scales and filters rows of `logits` in place; gives the temperatures, which are 1 for those rows."""
@@ -198,6 +212,14 @@ class CpuOps(Ops):
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if logits.dtype is not torch.float32:
             return super().logprobs(logits, token_ids, top)
+        if top <= MOST_LEADERS:
+            return self._logprobs(logits, token_ids, top)
+        chosen, ranks, _, _ = self._logprobs(logits, token_ids, 0)
+        order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        return chosen, ranks, self.log_softmax(logits).gather(1, order), order
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `logprobs`; if `top` is the whole vocabulary, all tokens in no certain order."""
         rows, vocab = logits.shape
         assert logits.stride(1) == 1 and token_ids.dtype is torch.int64 and token_ids.is_contiguous()
         assert top <= vocab and token_ids.shape == (rows,)
