@@ -89,7 +89,8 @@ class EngineHangs(EngineDead):
 def to_wire(error: OctavoError) -> dict[str, object]:
     """The error as plain values, for the engine to send to an API process; `from_wire` is its inverse."""
     fields = {"class": type(error).__name__, "cause": error.cause, "limit": error.limit, "fix": error.fix}
-    return {**fields, "param": error.param}
+    retry = {"retry_after_s": error.retry_after_s} if isinstance(error, Overloaded) else {}
+    return {**fields, "param": error.param, **retry}
 
 
 def from_wire(fields: dict[str, object]) -> OctavoError:
@@ -98,6 +99,8 @@ def from_wire(fields: dict[str, object]) -> OctavoError:
         cls = OctavoError
     error = cls(str(fields.get("cause")), limit=_text(fields.get("limit")), fix=_text(fields.get("fix")))
     error.param = _text(fields.get("param"))
+    if isinstance(error, Overloaded) and isinstance(wait := fields.get("retry_after_s"), int):
+        error.retry_after_s = wait
     return error
 
 

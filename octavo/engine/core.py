@@ -13,7 +13,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
 
 from octavo.config import EngineConfig
 from octavo.engine.links import Links
@@ -26,7 +27,7 @@ from octavo.engine.messages import (
     Shutdown,
 )  # fmt: skip
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import SequenceFault, StepPlan, StepResult
+from octavo.engine.plan import SequenceFault, StepPlan, StepResult, fill_in
 from octavo.engine.process import end_with_parent, log_to_stderr, read_settings, remove_directory
 from octavo.engine.scheduler import Events, Scheduler
 from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
@@ -59,21 +60,37 @@ StartExecutor = Callable[[EngineConfig, str, Callable[[str, int, int], None]], E
 """(config, directory, progress(stage, done, total)); raises typed errors"""
 
 
+class _Running(NamedTuple):
+    plan: StepPlan
+    result: Future[StepResult]
+
+
 class Engine:
-    """The loop: take in messages, step, send what happened."""
+    """The loop: take in messages, step, send what happened.
+
+    The overlapped loop runs a step in a thread of its own, and meanwhile commits and sends what the one before gave and
+    plans the one after; the tokens are the same. With speculation the next plan must wait for what was accepted, so
+    the loop is plain.
+    """
 
     def __init__(self, config: EngineConfig, links: Links, executor: Executor) -> None:
         self.links, self.executor = links, executor
         self.scheduler = Scheduler(
             executor.layout, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=executor.facts.max_model_len, vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids, seed=config.seed,
+            eos_token_ids=config.eos_token_ids, seed=config.seed, policy=config.scheduling_policy,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens,
         )  # fmt: skip
+        overlapped = config.async_scheduling and config.speculative_config is None
+        self._runner = ThreadPoolExecutor(1, "octavo-runner") if overlapped else None
+        self._running: _Running | None = None
         self._events: Events = []
         self._to_answer: set[str] = set()
         self._draining = self._ended = False
         self._ran = False
         self._failed_steps = 0
+        self._blame: OctavoError | None = None
         self._last_tick = self._last_life_check = self._last_idle_check = 0.0
 
     def run(self) -> None:
@@ -86,6 +103,7 @@ class Engine:
                 self._look_around()
                 self._step()
                 self._send_events()
+            self._wait_for_running()
             self._events += self.scheduler.end_all()
         except EngineDead as dead:
             self._events += self.scheduler.end_all(dead)
@@ -100,7 +118,7 @@ class Engine:
 
     def _take_in(self) -> None:
         idle_wait = TICK_S if self.scheduler.has_work else None
-        for client_id, message in self.links.receive(0 if self._ran else idle_wait):
+        for client_id, message in self.links.receive(0 if self._ran or self._running else idle_wait):
             if isinstance(message, AddRequest):
                 self._add(client_id, message.request)
             elif isinstance(message, Abort):
@@ -157,6 +175,12 @@ class Engine:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        if self._runner is None:
+            self._step_plain()
+        else:
+            self._step_overlapped(self._runner)
+
+    def _step_plain(self) -> None:
         plan = self.scheduler.plan(time.time())
         if not plan.chunks:
             self._fall_idle()
@@ -169,14 +193,56 @@ class Engine:
         except Exception as err:
             self._step_failed(plan, err)
         else:
-            self._events += self.scheduler.commit(plan, result)
-            self._failed_steps = 0
+            self._step_done(plan, result)
+
+    def _step_overlapped(self, runner: ThreadPoolExecutor) -> None:
+        """Plans the next step while one runs, and starts it as soon as that one's tokens are known."""
+        plan, before = self.scheduler.plan(time.time()), self._running
+        if before is None:
+            if plan.chunks:
+                self._start(runner, plan)
+            else:
+                self._fall_idle()
+            return
+        self._running = None
+        try:
+            result = before.result.result()
+        except EngineDead:
+            raise
+        except Exception as err:
+            self._step_failed(before.plan, err)
+            return
+        if plan.chunks:
+            fill_in(plan, before.plan, result)
+            self._start(runner, plan)
+        self._step_done(before.plan, result)
+
+    def _start(self, runner: ThreadPoolExecutor, plan: StepPlan) -> None:
+        self._ran = True
+        self._running = _Running(plan, runner.submit(self.executor.run, plan))
+
+    def _wait_for_running(self) -> None:
+        if self._running is not None:
+            self._running.result.exception()
+            self._running = None
+
+    def _step_done(self, plan: StepPlan, result: StepResult) -> None:
+        self._events += self.scheduler.commit(plan, result)
+        self._failed_steps = 0
+        if self._blame is not None:
+            self._events += self.scheduler.end_suspect(self._blame)
+            self._blame = None
 
     def _step_failed(self, plan: StepPlan, err: Exception) -> None:
+        """Ends the sequence at fault; where none is known, tries again without the newest request, which then is to
+        blame, and ends all of the step's when that fails, too."""
         log.error("a step failed", exc_info=err)
         fault = err.sequence_id if isinstance(err, SequenceFault) else None
         cause = err.__cause__ if isinstance(err, SequenceFault) and err.__cause__ else err
         error = cause if isinstance(cause, OctavoError) else OctavoError(f"a step of the engine failed: {cause!r}")
+        if fault is None and self.scheduler.set_aside_newest(plan):
+            self._blame = error
+            return
         self._events += self.scheduler.fail(plan, error, fault)
         self._failed_steps += fault is None
         if self._failed_steps >= MAX_FAILED_STEPS:

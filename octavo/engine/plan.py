@@ -11,7 +11,7 @@ import msgspec
 from octavo.engine.types import SamplingParams, TokenLogprobs
 
 UNKNOWN = -1
-"""as a token id: the token that this sequence sampled last. The plan was made too early to know it; the runners do."""
+"""as a token id: what the step before samples for this sequence. `fill_in` replaces it before the runners see it."""
 COPY, SAVE, LOAD = range(3)
 
 
@@ -84,6 +84,19 @@ class StepResult(msgspec.Struct, frozen=True):
     """by sequence id: of the prompt tokens after each of the chunk's tokens"""
     drafts: dict[int, list[int]] = {}
     """by sequence id: guesses of the tokens to come, for the next plan"""
+
+
+def fill_in(plan: StepPlan, before: StepPlan, result: StepResult) -> None:
+    """Puts the tokens that `before` sampled where `plan`, made while it ran, has UNKNOWN.
+
+    A sequence whose step gave no token is going to end, so that any token does.
+    """
+    tokens: dict[int, int] = {}
+    for chunk, sampled in zip((c for c in before.chunks if c.sample), result.sampled, strict=True):
+        tokens[chunk.sequence_id] = sampled[-1].token_id if sampled else 0
+    for chunk in plan.chunks:
+        if chunk.token_ids[-1] == UNKNOWN:
+            chunk.token_ids[-1] = tokens[chunk.sequence_id]
 
 
 class SequenceFault(Exception):

@@ -1,41 +1,51 @@
 """Decides what each step computes. No torch; neither `plan` nor `commit` reads the device.
 
-Every sequence is in exactly one place: `running` (may hold blocks) or `waiting` (holds none); both are kept in the
-order (priority, arrival). There is no prefill or decode: a step gives each running sequence, under one token budget,
-what it lacks, and then lets waiting ones in. When blocks run out, the running sequence that is last in order gives its
-blocks back and waits to be computed again, with the tokens that it has generated. So the first in order always
-advances, and nothing is dropped.
+Every sequence is in exactly one place: `running` (holds blocks) or `waiting` (holds none); both are kept in the order
+(priority, arrival). There is no prefill or decode: a step gives each running sequence, under one token budget, what it
+lacks, and then lets waiting ones in. When blocks run out, the running sequence that is last in order gives its blocks
+back and waits to be computed again, with the tokens that it has generated. So the first in order always advances, and
+nothing is dropped.
+
+A plan may be made while the step before it runs (see `sequence`); steps are committed in the order of their plans.
 """
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from octavo.engine.intake import Name, Queue, check_request, seed_source
 from octavo.engine.messages import Stats
-from octavo.engine.noise import DRAW_SEED, noise_key
 from octavo.engine.pages import KVBlocks, KVLayout
-from octavo.engine.plan import Chunk, Sampled, StepPlan, StepResult
+from octavo.engine.plan import Chunk, Move, Sampled, StepPlan, StepResult
 from octavo.engine.sequence import Sequence
-from octavo.engine.types import SEED_BITS, Request, TokenEvent
-from octavo.errors import InvalidRequest, OctavoError, Overloaded, to_wire
+from octavo.engine.types import Request, TokenEvent, TokenLogprobs
+from octavo.errors import InvalidRequest, OctavoError, to_wire
 from octavo.wire.metric_names import ITERATION_BUCKETS
-
-MAX_WAITING = 16384
-"""sequences waiting, beyond which new requests are refused"""
 
 Events = list[tuple[str, TokenEvent]]
 """client id and event"""
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """A plan that is not committed yet; for each of its chunks the sequence, and the epoch it was in."""
+
+    plan: StepPlan
+    sequences: list[tuple[Sequence, int]]
+
+
 class Scheduler:
-    """`add` and `abort` at any time; then `plan`, run the plan, `commit` (or `fail`); again."""
+    """`add` and `abort` at any time; `plan`, run the plan, `commit` (or `fail`); the next plan may come before it."""
 
     def __init__(
         self, layout: KVLayout, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
-        vocab_size: int, eos_token_ids: Iterable[int], seed: int = 0,
+        vocab_size: int, eos_token_ids: Iterable[int], seed: int = 0, policy: str = "fcfs",
+        long_prefill_token_threshold: int = 0, max_num_queued_reqs: int | None = None,
+        max_num_queued_tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.blocks = KVBlocks(layout)
         self.max_num_seqs = max_num_seqs
@@ -43,17 +53,23 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.by_priority = policy == "priority"
+        self.longest_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
+        self.queue = Queue(max_num_queued_reqs, max_num_queued_tokens)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.paused_clients: frozenset[str] = frozenset()
         """their sequences are not scheduled, and are the first to give up blocks; set by the core"""
         self.stats = Stats(blocks_total=self.blocks.num_blocks, steps_by_tokens=[0] * (len(ITERATION_BUCKETS) + 1))
-        self._draw_seed = _seed_source(seed)
+        self._draw_seed = seed_source(seed)
         self._next_id = 0
         self._sequences: dict[int, Sequence] = {}
-        self._requests: dict[tuple[str, str], list[Sequence]] = {}
+        self._requests: dict[Name, list[Sequence]] = {}
+        self._suspect: Name | None = None
+        self._in_flight: deque[_InFlight] = deque()
         self._removed: list[int] = []
-        self._timings: dict[tuple[str, str], tuple[float, float]] = {}
+        self._moves: list[Move] = []
+        self._timings: dict[Name, tuple[float, float]] = {}
 
     # -- admission and end ---------------------------------------------------------------------------------------------
 
@@ -62,14 +78,17 @@ class Scheduler:
 
         Returns terminal events of choices that carry a complete answer already. Raises InvalidRequest, or Overloaded.
         """
-        self._check(request)
+        name = (request.client_id, request.request_id)
+        self._check(name, request)
         sampling = request.sampling
         seed = self._draw_seed() if sampling.seed is None else sampling.seed
         carried = request.output_token_ids or [[] for _ in range(sampling.n)]
-        sequences = self._requests[request.client_id, request.request_id] = []
+        sequences = self._requests[name] = []
+        self.queue.add(name, len(request.prompt_token_ids))
         for choice in range(sampling.n):
             sequence = Sequence(
-                self._next_id, request, choice, seed, self.blocks.new_tables(), now, list(carried[choice]),
+                self._next_id, request, choice, seed, self.blocks.new_tables(), now, request.priority,
+                list(carried[choice]),
                 prompt_logprobs=[] if sampling.prompt_logprobs is not None and choice == 0 else None,
             )  # fmt: skip
             self._next_id += 1
@@ -79,37 +98,18 @@ class Scheduler:
         done = [(s, *self._why_done(s)) for s in sequences]
         return [self._finish(s, reason, stop_reason) for s, reason, stop_reason in done if reason is not None]
 
-    def _check(self, request: Request) -> None:
-        sampling, prompt = request.sampling, request.prompt_token_ids
-        sampling.verify(self.vocab_size, self.vocab_size)
-        if (request.client_id, request.request_id) in self._requests:
-            raise InvalidRequest(f"request id {request.request_id} is in use", fix="give each request its own id")
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", limit="at least 1 token", fix="add text", param="prompt")
-        carried = request.output_token_ids
-        if carried and len(carried) != sampling.n:
-            raise InvalidRequest(f"output_token_ids holds {len(carried)} choices", limit=f"n is {sampling.n}")
-        for tokens in (prompt, *carried):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
-                raise InvalidRequest(
-                    f"token id {min(tokens) if min(tokens) < 0 else max(tokens)} is outside the vocabulary",
-                    limit=f"0 to {self.vocab_size - 1}", fix="use this model's tokenizer", param="prompt",
-                )  # fmt: skip
-        longest = len(prompt) + max((len(tokens) for tokens in carried), default=0)
-        if len(prompt) >= self.max_model_len or longest > self.max_model_len:
+    def _check(self, name: Name, request: Request) -> None:
+        if name in self._requests:
             raise InvalidRequest(
-                f"the prompt is {longest} tokens long, which leaves no room to answer",
-                limit=f"context of {self.max_model_len} tokens", fix="shorten it", param="prompt",
-            )  # fmt: skip
-        final = min(len(prompt) + (sampling.max_tokens or self.max_model_len), self.max_model_len)
-        if not self.blocks.can_ever_hold(final - 1, self.max_num_batched_tokens):
+                f"request id {request.request_id} is in use", fix="give each request its own id", param="request_id"
+            )
+        if request.priority and not self.by_priority:
             raise InvalidRequest(
-                f"{final} tokens (prompt and max_tokens) do not fit into the KV cache",
-                limit=f"{self.blocks.num_blocks} blocks of {self.blocks.layout.page_size} tokens",
-                fix="shorten the prompt or lower max_tokens", param="max_tokens",
+                f"priority is {request.priority}", limit="0, as requests run first come, first served",
+                fix="leave it out, or start with --scheduling-policy priority", param="priority",
             )  # fmt: skip
-        if len(self.waiting) + sampling.n > MAX_WAITING:
-            raise Overloaded(f"{len(self.waiting)} sequences are waiting", limit=str(MAX_WAITING), fix="try later")
+        check_request(request, self.vocab_size, self.max_model_len, self.max_num_batched_tokens, self.blocks)
+        self.queue.check(len(self.waiting), request)
 
     def abort(self, client_id: str, request_id: str, choices: Iterable[int] | None = None) -> Events:
         """Ends choices of a request (all when None). One that is unknown or over is none of our business."""
@@ -137,31 +137,50 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """What to compute next; without chunks when nothing can run. Takes blocks and may preempt."""
         chunks: list[Chunk] = []
+        if self.by_priority and self._suspect is None:
+            self._yield_to_urgent()
         budget, enough_room = self._plan_running(chunks)
-        if enough_room:
+        if enough_room and self._suspect is None:
             self._plan_waiting(chunks, budget, now)
-        added = [s for c in chunks if not (s := self._sequences[c.sequence_id]).known_to_runners]
-        return StepPlan(list(self._removed), [s.introduction() for s in added], chunks)
+        if not chunks:
+            return StepPlan([], [], [])
+        sequences = [self._sequences[chunk.sequence_id] for chunk in chunks]
+        added = [s.introduction() for s in sequences if not s.known_to_runners]
+        plan = StepPlan(self._removed, added, chunks, self._moves)
+        self._removed, self._moves = [], []
+        self._in_flight.append(_InFlight(plan, [(s, s.epoch) for s in sequences]))
+        return plan
 
     def _plan_running(self, chunks: list[Chunk]) -> tuple[int, bool]:
         """Returns the budget that is left, and whether blocks sufficed without preemption."""
         budget, preemptions = self.max_num_batched_tokens, self.stats.preemptions
         for sequence in list(self.running):
+            if budget == 0:
+                break
             if not sequence.held.tables[0]:
                 continue  # preempted by one before it in this very step
-            if sequence.request.client_id in self.paused_clients:
+            if sequence.drafting or not self._may_run(sequence):
                 continue
-            length = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            if length == 0:
-                break
-            if self._make_room(sequence, sequence.num_computed_tokens + length):
-                chunks.append(sequence.chunk(length))
-                budget -= length
+            missing = sequence.num_expected_tokens - sequence.num_planned_tokens
+            length = min(missing, budget, self.longest_chunk)
+            room = sequence.room_to_sample(self.max_model_len)
+            if length == 0 or room <= 0:
+                continue  # what it lacks is under way
+            drafts = 0
+            if sequence.draft_token_ids and length == missing:
+                drafts = min(len(sequence.draft_token_ids), room - 1, budget - length)
+            if self._make_room(sequence, sequence.num_planned_tokens + length + drafts):
+                chunks.append(sequence.plan_chunk(length, drafts))
+                budget -= length + drafts
         return budget, preemptions == self.stats.preemptions
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return request.client_id not in self.paused_clients and not self._is_suspect(sequence)
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Lengthens the tables, preempting others if need be; False when it was this one's turn to give way."""
-        self.blocks.trim(sequence.held, sequence.num_computed_tokens)
+        self.blocks.trim(sequence.held, sequence.num_planned_tokens)
         while not self.blocks.extend(sequence.held, end):
             victim = self._last_paused() or self.running[-1]
             self._preempt(victim)
@@ -170,21 +189,31 @@ class Scheduler:
         return True
 
     def _last_paused(self) -> Sequence | None:
+        if not self.paused_clients:
+            return None
         return next((s for s in reversed(self.running) if s.request.client_id in self.paused_clients), None)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence.held)
-        sequence.start_over()
         self._removed.append(sequence.sequence_id)
+        sequence.start_over()
         insort(self.waiting, sequence, key=_key)
         self.stats.preemptions += 1
+
+    def _yield_to_urgent(self) -> None:
+        """Preempts running sequences for the first waiting one, if it is of better priority and lacks a place."""
+        urgent = next((s for s in self.waiting if s.request.client_id not in self.paused_clients), None)
+        while urgent is not None and self.running and not self._has_place(urgent):
+            if self.running[-1].priority <= urgent.priority:
+                return
+            self._preempt(self.running[-1])
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int, now: float) -> None:
         """Lets sequences in, in order, while budget, places and blocks for all their known tokens last.
 
-        The blocks of the whole sequence are free when it starts, though only the first chunk's are taken: whoever
-        is still in prefill takes all the budget, so nobody else starts before it has taken the rest.
+        The blocks of the whole sequence are free when it starts, besides those that others in prefill still take,
+        though only the first chunk's are taken.
         """
         for sequence in [s for s in self.waiting if s.request.client_id not in self.paused_clients]:
             if budget == 0:
@@ -193,62 +222,144 @@ class Scheduler:
                 self._preempt(paused)
             if not self._has_place(sequence):
                 break
-            length = min(sequence.num_tokens, budget)
+            length = min(sequence.num_expected_tokens, budget, self.longest_chunk)
             self.blocks.extend(sequence.held, length)
             del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
             insort(self.running, sequence, key=_key)
             if sequence.first_scheduled_time is None:
                 sequence.first_scheduled_time = now
                 self.stats.prompt_tokens += sequence.num_prompt_tokens
-            chunks.append(sequence.chunk(length))
+                self.queue.started((sequence.request.client_id, sequence.request.request_id), now)
+            chunks.append(sequence.plan_chunk(length))
             budget -= length
 
     def _has_place(self, sequence: Sequence) -> bool:
-        fits = self.blocks.can_start(sequence.num_tokens, self.max_num_batched_tokens)
-        return fits and len(self.running) < self.max_num_seqs
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        return self.blocks.can_start(sequence.num_expected_tokens, self.max_num_batched_tokens, self._reserved())
+
+    def _reserved(self) -> list[int] | None:
+        """Blocks that running sequences in the middle of prefill still take. Without a limit on chunks there are none:
+        whoever is in prefill takes all the budget, so nobody starts before it has taken the rest."""
+        if self.longest_chunk == self.max_num_batched_tokens:
+            return None
+        unfinished = [s for s in self.running if s.num_planned_tokens < s.num_expected_tokens - 1]
+        owed = [self.blocks.owed(s.held, s.num_expected_tokens, self.max_num_batched_tokens) for s in unfinished]
+        return [sum(group) for group in zip(*owed, strict=True)] or None
 
     def commit(self, plan: StepPlan, result: StepResult) -> Events:
         """Takes in what the runners computed. Sequences that ended meanwhile are passed over."""
-        del self._removed[: len(plan.removed)]
+        flight = self._in_flight.popleft()
+        assert flight.plan is plan, "steps are committed in the order of their plans"
         events: Events = []
         sampled = iter(result.sampled)
-        for chunk in plan.chunks:
+        for chunk, (sequence, epoch) in zip(plan.chunks, flight.sequences, strict=True):
             tokens = next(sampled) if chunk.sample else None
-            sequence = self._sequences.get(chunk.sequence_id)
-            if sequence is None:
+            if sequence.sequence_id not in self._sequences:
                 continue
-            sequence.computed(chunk)
-            if sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += result.prompt_logprobs.get(chunk.sequence_id, [])
+            self._take(chunk, sequence, epoch, tokens, result.prompt_logprobs.get(chunk.sequence_id))
             if tokens:
-                events.append(self._append(sequence, tokens[0]))
+                events.append(self._append(sequence, tokens))
             elif chunk.sample:
                 error = _not_a_number(sequence) if tokens is None else _no_token(sequence)
                 events.append(self._finish(sequence, "error", error=error))
+        for sequence_id, drafts in result.drafts.items():
+            if (drafted := self._sequences.get(sequence_id)) is not None:
+                drafted.draft_token_ids = drafts
         self.stats.steps += 1
         self.stats.step_tokens += plan.num_tokens
         self.stats.steps_by_tokens[bisect_left(ITERATION_BUCKETS, plan.num_tokens)] += 1
         return events
 
+    def _take(
+        self, chunk: Chunk, sequence: Sequence, epoch: int, tokens: list[Sampled] | None,
+        prompt_logprobs: list[TokenLogprobs] | None,
+    ) -> None:  # fmt: skip
+        """What a chunk computed is there, unless the sequence was preempted since; what it sampled counts anyway."""
+        sequence.pending -= chunk.sample
+        if sequence.epoch == epoch:
+            sequence.computed(chunk, len(tokens or ()))
+            if sequence.prompt_logprobs is not None and prompt_logprobs:
+                sequence.prompt_logprobs += prompt_logprobs
+        if chunk.num_drafts:
+            self._count_drafts(chunk.num_drafts, len(tokens or ()) - 1)
+
+    def _count_drafts(self, drafted: int, accepted: int) -> None:
+        stats = self.stats
+        stats.drafts += 1
+        stats.draft_tokens += drafted
+        stats.accepted_tokens += max(0, accepted)
+        stats.accepted_by_position += [0] * (drafted - len(stats.accepted_by_position))
+        for position in range(accepted):
+            stats.accepted_by_position[position] += 1
+
+    # -- a step that failed --------------------------------------------------------------------------------------------
+
     def fail(self, plan: StepPlan, error: OctavoError, sequence_id: int | None = None) -> Events:
         """The step was not computed: ends the sequence at fault, or all in the plan when nobody is to blame."""
+        self._abandon(plan)
         ids = [c.sequence_id for c in plan.chunks] if sequence_id is None else [sequence_id]
         at_fault = [s for i in ids if (s := self._sequences.get(i)) is not None]
-        return [self._finish(s, "error", error=error) for s in at_fault]
+        events = [self._finish(s, "error", error=error) for s in at_fault]
+        return events + self.end_suspect(error) if sequence_id is None else events
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> tuple[str, TokenEvent]:
+    def set_aside_newest(self, plan: StepPlan) -> bool:
+        """The step was not computed: the next ones leave out its newest request, until `end_suspect`.
+
+        False, and nothing done, when the plan holds only one request or one is set aside already.
+        """
+        there = [s for c in plan.chunks if (s := self._sequences.get(c.sequence_id)) is not None]
+        names = {(s.request.client_id, s.request.request_id) for s in there}
+        if self._suspect is not None or len(names) < 2:
+            return False
+        self._abandon(plan)
+        newest = max(there, key=lambda s: s.sequence_id)
+        self._suspect = (newest.request.client_id, newest.request.request_id)
+        return True
+
+    def end_suspect(self, error: OctavoError) -> Events:
+        """Ends the request that was set aside, if there is one."""
+        name, self._suspect = self._suspect, None
+        return (
+            [] if name is None else [self._finish(s, "error", error=error) for s in list(self._requests.get(name, ()))]
+        )
+
+    def _is_suspect(self, sequence: Sequence) -> bool:
+        if self._suspect is None:
+            return False
+        return (sequence.request.client_id, sequence.request.request_id) == self._suspect
+
+    def _abandon(self, ran: StepPlan) -> None:
+        """Takes back all plans under way. Of `ran` the moves were done; later ones did not reach the runners."""
+        flights, self._in_flight = list(self._in_flight), deque()
+        self._removed = [i for flight in flights for i in flight.plan.removed] + self._removed
+        self._moves = [m for flight in flights if flight.plan is not ran for m in flight.plan.moves] + self._moves
+        for sequence in {s: None for flight in flights for s, _ in flight.sequences}:
+            if sequence.sequence_id not in self._sequences:
+                continue
+            sequence.back_to_computed()
+            if sequence.held.tables[0] and self.blocks.trimmed_too_far(sequence.held, sequence.num_computed_tokens):
+                self._preempt(sequence)
+
+    # -- tokens --------------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, sampled: list[Sampled]) -> tuple[str, TokenEvent]:
+        """Adds tokens up to the one that ends the sequence, if one does."""
         first = sequence.choice == 0 and len(sequence.output_token_ids) == sequence.num_carried_tokens
         if first and sequence.first_scheduled_time is not None:
             name = (sequence.request.client_id, sequence.request.request_id)
             self._timings[name] = (sequence.queued_time, sequence.first_scheduled_time)
-        sequence.output_token_ids.append(sampled.token_id)
-        self.stats.generation_tokens += 1
-        reason, stop_reason = self._why_done(sequence)
-        event = TokenEvent(
-            sequence.request.request_id, sequence.choice, [sampled.token_id],
-            None if sampled.logprobs is None else [sampled.logprobs],
-            stop_reason=stop_reason,
-        )  # fmt: skip
+        event = TokenEvent(sequence.request.request_id, sequence.choice)
+        reason: str | None = None
+        for one in sampled:
+            sequence.output_token_ids.append(one.token_id)
+            event.token_ids.append(one.token_id)
+            if one.logprobs is not None:
+                event.logprobs = [*(event.logprobs or ()), one.logprobs]
+            reason, event.stop_reason = self._why_done(sequence)
+            if reason is not None:
+                break
+        self.stats.generation_tokens += len(event.token_ids)
         if sequence.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *sequence.prompt_logprobs]
             sequence.prompt_logprobs = None
@@ -290,6 +401,9 @@ class Scheduler:
         self._requests[name].remove(sequence)
         if not self._requests[name]:
             del self._requests[name]
+            self.queue.ended(name)
+            if name == self._suspect:
+                self._suspect = None
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -306,6 +420,7 @@ class Scheduler:
     def snapshot(self) -> Stats:
         self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)
         self.stats.blocks_used = self.blocks.num_used
+        self.stats.rejected = dict(self.queue.rejected)
         return self.stats
 
     def check_integrity(self) -> None:
@@ -315,9 +430,15 @@ class Scheduler:
         for place in (self.running, self.waiting):
             assert place == sorted(place, key=_key), "order lost"
         assert all(s.held.tables[0] for s in self.running), "a running sequence holds no blocks"
-        assert not any(any(s.held.tables) or s.num_computed_tokens for s in self.waiting), "a waiting one holds blocks"
+        assert not any(any(s.held.tables) or s.num_planned_tokens for s in self.waiting), "a waiting one holds blocks"
         assert len(self.running) <= self.max_num_seqs, "too many running"
-        assert all(0 <= s.num_computed_tokens < s.num_tokens <= self.max_model_len for s in everyone), "token counts"
+        assert all(s.num_tokens <= self.max_model_len for s in everyone), "a sequence is too long"
+        for s in everyone:
+            assert 0 <= s.num_computed_tokens <= s.num_planned_tokens, "planned less than computed"
+            assert s.drafting or s.num_planned_tokens <= s.num_expected_tokens, "planned more than there is"
+            assert s.num_computed_tokens < s.num_expected_tokens, "nothing left to compute, and no token came of it"
+            assert s.pending <= sum(s is f for flight in self._in_flight for f, _ in flight.sequences), "nothing pends"
+        self.queue.check_integrity()
         assert sum(map(len, self._requests.values())) == len(everyone), "requests and sequences differ"
         self.blocks.check_integrity([s.held for s in everyone])
 
@@ -339,15 +460,3 @@ def _no_token(sequence: Sequence) -> OctavoError:
         limit="at least 1 that allowed_token_ids, bad_words, stop tokens before min_tokens and logit_bias leave",
         fix="exclude less",
     )
-
-
-def _seed_source(seed: int) -> Callable[[], int]:
-    """Seeds of requests that bring none: from the system, or, for an engine with a seed, a fixed series."""
-    counter = iter(range(1 << SEED_BITS))
-
-    def draw() -> int:
-        if seed == 0:
-            return int.from_bytes(os.urandom(8), "little") >> (64 - SEED_BITS)
-        return noise_key(seed, 0, next(counter), DRAW_SEED) >> (64 - SEED_BITS)
-
-    return draw

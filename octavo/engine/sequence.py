@@ -1,17 +1,25 @@
-"""One choice of a request on its way: what is known, what is computed, and which blocks it holds. No torch."""
+"""One choice of a request on its way: what is known, planned and computed, and which blocks it holds. No torch.
+
+    prompt tokens │ output tokens │ pending
+    0 ……………… computed ……………… planned ……………… expected
+      the runners have done it │ a step under way does it │ not yet in any plan
+
+A step is planned while the one before runs, so the token which that one samples is pending: its place is known, it is
+not. Steps run in the order of their plans.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from octavo.engine.pages import BlockTables
-from octavo.engine.plan import Chunk, NewSequence
+from octavo.engine.plan import UNKNOWN, Chunk, NewSequence
 from octavo.engine.types import Request, TokenLogprobs
 
 
 @dataclass(eq=False)
 class Sequence:
-    """The scheduler computes until `num_computed_tokens` has caught up with `num_tokens`, then a token is sampled."""
+    """The scheduler plans until planned has caught up with expected; then a token is sampled."""
 
     sequence_id: int
     request: Request
@@ -19,14 +27,26 @@ class Sequence:
     seed: int
     held: BlockTables
     queued_time: float
+    priority: int = 0
+    """lower is served earlier; 0 for all when requests run first come, first served"""
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_planned_tokens: int = 0
+    pending: int = 0
+    """steps under way that sample a token of this sequence: at most 1 when a plan is made, 2 while the step before it
+    waits to be committed"""
+    draft_token_ids: list[int] = field(default_factory=list)
+    """guesses of the tokens to come, for the next chunk; set by commit"""
+    drafting: bool = False
+    """a chunk with drafts is under way: how many tokens it gives is not known"""
+    epoch: int = 0
+    """times that it was preempted; what a step computed in another epoch is gone"""
     first_scheduled_time: float | None = None
     """seconds since the epoch, set by the first plan that holds it"""
     known_to_runners: bool = False
-    """set by commit; False again after preemption"""
+    """set by the first plan since admission, preemption or a failed step"""
     blocks_sent: list[int] = field(default_factory=list)
-    """for each KV group, how much of the table the runners have; set by commit"""
+    """for each KV group, how much of the table the plans have told"""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """as far as computed; None when not asked for or already reported"""
 
@@ -36,7 +56,7 @@ class Sequence:
     @property
     def key(self) -> tuple[int, int]:
         """Smaller is served earlier; the largest is preempted first."""
-        return (self.request.priority, self.sequence_id)
+        return (self.priority, self.sequence_id)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -51,6 +71,16 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
+    @property
+    def num_expected_tokens(self) -> int:
+        return self.num_tokens + self.pending
+
+    def room_to_sample(self, max_model_len: int) -> int:
+        """Tokens that may still be sampled after the pending one."""
+        longest = max_model_len - self.num_expected_tokens
+        limit = self.request.sampling.max_tokens
+        return longest if limit is None else min(longest, limit - len(self.output_token_ids) - self.pending)
+
     def token_ids(self, start: int, end: int) -> list[int]:
         """Prompt, then output, of positions `start` to `end` (exclusive)."""
         prompt = self.num_prompt_tokens
@@ -58,34 +88,60 @@ class Sequence:
             return self.output_token_ids[start - prompt : end - prompt]
         return self.request.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - prompt)]
 
-    def chunk(self, length: int) -> Chunk:
-        start, end = self.num_computed_tokens, self.num_computed_tokens + length
+    def plan_chunk(self, length: int, num_drafts: int = 0) -> Chunk:
+        """The next `length` tokens, and after the last expected one `num_drafts` guesses. The blocks are there."""
+        start, end = self.num_planned_tokens, self.num_planned_tokens + length
+        tokens = self.token_ids(start, end)
+        sample = end == self.num_expected_tokens
+        if end > self.num_tokens:
+            assert end == self.num_tokens + 1, "two tokens are pending"
+            tokens.append(UNKNOWN)
+        if num_drafts:
+            tokens += self.draft_token_ids[:num_drafts]
         new = tuple(table[sent:] for table, sent in zip(self.held.tables, self.blocks_sent, strict=True))
         wants_logprobs = self.prompt_logprobs is not None and start < self.num_prompt_tokens - 1
-        return Chunk(
-            self.sequence_id, start, self.token_ids(start, end), tuple(self.blocks_sent), new,
-            end == self.num_tokens, wants_logprobs,
-        )  # fmt: skip
+        chunk = Chunk(self.sequence_id, start, tokens, tuple(self.blocks_sent), new, sample, wants_logprobs, num_drafts)
+        self.blocks_sent = [len(table) for table in self.held.tables]
+        self.num_planned_tokens = end + num_drafts
+        self.pending += sample
+        self.drafting = num_drafts > 0
+        self.draft_token_ids = []
+        return chunk
 
     def introduction(self) -> NewSequence:
+        self.known_to_runners = True
         return NewSequence(
             self.sequence_id, self.choice, self.seed, self.request.sampling, self.request.prompt_token_ids,
-            self.output_token_ids,
+            list(self.output_token_ids),
         )  # fmt: skip
 
-    def computed(self, chunk: Chunk) -> None:
-        """Takes note that the runners have done `chunk`."""
+    def computed(self, chunk: Chunk, num_sampled: int) -> None:
+        """The runners have done `chunk`, in this epoch, and all its drafts were right but the last few.
+
+        `num_sampled`: tokens that it gave, one more than drafts that were right.
+        """
         assert chunk.start == self.num_computed_tokens, "a chunk was committed out of order"
         self.num_computed_tokens = chunk.end
-        self.known_to_runners = True
-        for group, new in enumerate(chunk.new_blocks):
-            if new:
-                self.blocks_sent[group] = chunk.first_new_block[group] + len(new)
+        if chunk.num_drafts:
+            self.num_computed_tokens -= chunk.num_drafts + 1 - num_sampled
+            self.num_planned_tokens = self.num_computed_tokens
+            self.drafting = False
+
+    def back_to_computed(self) -> None:
+        """The steps under way were not computed: plan them again, and tell the runners everything anew."""
+        self.num_planned_tokens = self.num_computed_tokens
+        self.pending = 0
+        self.drafting = False
+        self.draft_token_ids = []
+        self.known_to_runners = False
+        self.blocks_sent = list(self.held.trimmed)
 
     def start_over(self) -> None:
-        """After its blocks were taken away: all of it is computed again."""
+        """After its blocks were taken away: all of it is computed again. A pending token will come all the same."""
+        pending = self.pending
+        self.epoch += 1
         self.num_computed_tokens = 0
-        self.known_to_runners = False
-        self.blocks_sent = [0] * len(self.held.tables)
+        self.back_to_computed()
+        self.pending = pending
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def config(**fields):
 
 
 exists = os.path.exists
+LOOPS = pytest.mark.parametrize("overlapped", [False, True], ids=["plain", "overlapped"])
 
 
 @asynccontextmanager
@@ -116,8 +118,9 @@ async def test_bad_requests_end_alone():
             await collect(client, request("n", 5, n=0))
 
 
-async def test_a_broken_step_ends_its_requests_and_three_in_a_row_the_engine():
-    async with engine() as client:
+@LOOPS
+async def test_a_broken_step_ends_its_requests_and_three_in_a_row_the_engine(overlapped):
+    async with engine(async_scheduling=overlapped) as client:
         for _ in range(2):
             events = await collect(client, request("broken", BROKEN))
             assert "this step is broken" in events[-1].error["cause"]
@@ -131,8 +134,32 @@ async def test_a_broken_step_ends_its_requests_and_three_in_a_row_the_engine():
             await client.check_health()
 
 
-async def test_abort_frees_blocks_within_two_steps():
-    async with engine() as client:
+@LOOPS
+async def test_a_step_broken_by_the_newest_request_goes_on_without_it(overlapped):
+    async with engine(async_scheduling=overlapped) as client:
+        old = asyncio.create_task(collect(client, request("old", SLOW, count=9)))
+        await until(lambda: client.stats.running == 1)
+        events = await collect(client, request("broken", BROKEN))
+        assert "this step is broken" in events[-1].error["cause"]
+        answer = [t for e in await old for t in e.token_ids]
+        assert answer == continuation([SLOW], 9, VOCAB)
+
+
+@LOOPS
+async def test_both_loops_give_the_same_tokens(overlapped):
+    rng = random.Random(5)
+    async with engine(async_scheduling=overlapped, num_gpu_blocks_override=40) as client:
+        prompts = [[rng.randrange(9, VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(24)]
+        wanted = [request(str(i), *p, count=rng.randint(1, 60)) for i, p in enumerate(prompts)]
+        for asked, events in zip(wanted, await asyncio.gather(*(collect(client, r) for r in wanted)), strict=True):
+            expected = continuation(asked.prompt_token_ids, asked.sampling.max_tokens, VOCAB)
+            assert [t for e in events for t in e.token_ids] == expected
+        assert client.stats.preemptions > 0
+
+
+@LOOPS
+async def test_abort_frees_blocks_within_two_steps(overlapped):
+    async with engine(async_scheduling=overlapped) as client:
         keep = asyncio.create_task(collect(client, request("keep", SLOW, count=12)))
         await until(lambda: client.stats.running == 1)
         stream = client.generate(request("go", *[9] * 40, count=100))
@@ -141,7 +168,8 @@ async def test_abort_frees_blocks_within_two_steps():
         assert used >= 11
         await stream.aclose()
         await until(lambda: client.stats.blocks_used < 10)
-        assert client.stats.steps <= steps + 3, "the abort arrives within one step, and two more may pass"
+        late = 3 + overlapped
+        assert client.stats.steps <= steps + late, "the abort arrives within one step, and two or three more may pass"
         client.abort("keep")
         assert (await keep)[-1].finish_reason == "abort"
 
@@ -312,14 +340,14 @@ async def test_a_client_that_acknowledges_nothing_is_paused():
 
         await read(0.5)
         outputs = [m for m in got if isinstance(m, Outputs)]
-        assert len(outputs) == 6
+        assert 6 <= len(outputs) <= 7, "a step may be under way when the client is paused"
         others = await collect(client, request("other", 9, count=30))
         assert others[-1].finish_reason == "length"
         mute.send(encode(Ping()))
-        mute.send(encode(Ack(6)))
+        mute.send(encode(Ack(len(outputs))))
         await read(0.5)
-        outputs = [m for m in got if isinstance(m, Outputs)]
-        assert 6 < len(outputs) <= 13
+        before, outputs = len(outputs), [m for m in got if isinstance(m, Outputs)]
+        assert before < len(outputs) <= before + 7
         assert [m.sequence for m in outputs] == list(range(1, len(outputs) + 1))
         mute.close(linger=0)
         context.term()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from octavo.backends.kv import SlidingWindow
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import Chunk, NewSequence, Sampled, StepPlan, StepResult
+from octavo.engine.plan import UNKNOWN, Chunk, NewSequence, Sampled, StepPlan, StepResult
 from octavo.engine.types import TokenLogprobs
 
 
@@ -33,10 +33,15 @@ def continuation(prompt: list[int], length: int, vocab_size: int) -> list[int]:
 class Known:
     new: NewSequence
     tables: list[dict[int, int]]
+    tokens: list[int]
+    """known so far, in order"""
 
 
 class NullRunner:
-    def __init__(self, layout: KVLayout, vocab_size: int, max_num_seqs: int) -> None:
+    """With `guesses`, it drafts so many tokens after each sampled one, of which every third is wrong."""
+
+    def __init__(self, layout: KVLayout, vocab_size: int, max_num_seqs: int, guesses: int = 0) -> None:
+        self.guesses = guesses
         self.layout, self.vocab_size, self.max_num_seqs = layout, vocab_size, max_num_seqs
         self.memory: list[dict[tuple[int, int], tuple[int, int, int]]] = [{} for _ in layout.specs]
         self.known: dict[int, Known] = {}
@@ -45,25 +50,44 @@ class NullRunner:
         for sequence_id in plan.removed:
             self.known.pop(sequence_id, None)
         for new in plan.added:
-            self.known[new.sequence_id] = Known(new, [{} for _ in self.layout.specs])
+            tokens = [*new.prompt_token_ids, *new.output_token_ids]
+            self.known[new.sequence_id] = Known(new, [{} for _ in self.layout.specs], tokens)
         assert len(self.known) <= self.max_num_seqs, "runners were not told to forget"
         assert len({c.sequence_id for c in plan.chunks}) == len(plan.chunks), "a sequence has two chunks in a step"
         for chunk in plan.chunks:
             self._write(chunk)
-        sampled, prompt_logprobs = [], {}
+        sampled: list[list[Sampled] | None] = []
+        prompt_logprobs, drafts = {}, {}
         for chunk in plan.chunks:
             tokens = self._read(chunk)
             if chunk.sample:
-                sampled.append([Sampled(next_token(tokens, self.vocab_size))])
+                given = self._sample(tokens, chunk.num_drafts)
+                sampled.append([Sampled(token) for token in given])
+                context = tokens[: len(tokens) - chunk.num_drafts] + given
+                right = continuation(context, self.guesses, self.vocab_size)
+                drafts[chunk.sequence_id] = [
+                    t if (t + i) % 3 else (t + 1) % self.vocab_size for i, t in enumerate(right)
+                ]
             if chunk.prompt_logprobs:
                 prompt = self.known[chunk.sequence_id].new.prompt_token_ids
                 following = prompt[chunk.start + 1 : chunk.end + 1]
                 prompt_logprobs[chunk.sequence_id] = [TokenLogprobs([t], [-float(t)], 1) for t in following]
-        return StepResult(sampled, prompt_logprobs)
+        return StepResult(sampled, prompt_logprobs, drafts)
+
+    def _sample(self, tokens: list[int], num_drafts: int) -> list[int]:
+        """The tokens that follow: as many as drafts at the end of `tokens` were right, and one."""
+        given: list[int] = []
+        for end in range(len(tokens) - num_drafts, len(tokens) + 1):
+            given.append(next_token(tokens[:end], self.vocab_size))
+            if end < len(tokens) and tokens[end] != given[-1]:
+                break
+        return given
 
     def _write(self, chunk: Chunk) -> None:
         assert chunk.token_ids, "an empty chunk"
-        tables = self.known[chunk.sequence_id].tables
+        tables, tokens = self.known[chunk.sequence_id].tables, self.known[chunk.sequence_id].tokens
+        assert chunk.start <= len(tokens) and UNKNOWN not in chunk.token_ids
+        tokens[chunk.start : chunk.end] = chunk.token_ids
         size = self.layout.page_size
         for group, (first, new) in enumerate(zip(chunk.first_new_block, chunk.new_blocks, strict=True)):
             for offset, block in enumerate(new):
@@ -75,8 +99,7 @@ class NullRunner:
 
     def _read(self, chunk: Chunk) -> list[int]:
         """All tokens of the sequence up to the chunk's end, each read wherever some group must still hold it."""
-        new = self.known[chunk.sequence_id].new
-        tokens = [*new.prompt_token_ids, *new.output_token_ids][: chunk.start]
+        tokens = self.known[chunk.sequence_id].tokens[: chunk.start]
         for group, spec in enumerate(self.layout.specs):
             start = max(0, chunk.start - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
             seen = [self._at(chunk.sequence_id, group, position) for position in range(start, chunk.end)]

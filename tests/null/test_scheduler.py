@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from octavo.backends.kv import FullAttention, SlidingWindow
 from octavo.engine.pages import KVLayout
+from octavo.engine.plan import StepPlan, StepResult, fill_in
 from octavo.engine.scheduler import Events, Scheduler
 from octavo.engine.types import Request, SamplingParams, TokenEvent
 from octavo.errors import InvalidRequest, OctavoError, Overloaded
@@ -21,13 +22,13 @@ VOCAB = 50
 FULL, WINDOW = FullAttention(1, 1), SlidingWindow(1, 1, 5)
 
 
-def build(blocks=(16,), specs=(FULL,), page_size=4, seqs=4, budget=8, length=40, eos=(), seed=0):
+def build(blocks=(16,), specs=(FULL,), page_size=4, seqs=4, budget=8, length=40, eos=(), seed=0, guesses=0, **settings):
     layout = KVLayout(page_size, specs, blocks)
     scheduler = Scheduler(
         layout, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, vocab_size=VOCAB,
-        eos_token_ids=eos, seed=seed,
+        eos_token_ids=eos, seed=seed, **{"policy": "priority", **settings},
     )  # fmt: skip
-    return scheduler, NullRunner(layout, VOCAB, seqs)
+    return scheduler, NullRunner(layout, VOCAB, seqs, guesses)
 
 
 def request(name="r", prompt=(1, 2, 3), client="c", **fields):
@@ -43,6 +44,26 @@ def step(scheduler, runner, now=0.0) -> Events:
     events = scheduler.commit(plan, runner.run(plan)) if plan.chunks else []
     scheduler.check_integrity()
     return events
+
+
+class Overlapped:
+    """Steps as the overlapped loop makes them: the next plan is made before this one's tokens are known."""
+
+    def __init__(self, scheduler: Scheduler, runner: NullRunner) -> None:
+        self.scheduler, self.runner = scheduler, runner
+        self.running: tuple[StepPlan, StepResult] | None = None
+
+    def step(self) -> Events:
+        plan, before = self.scheduler.plan(0.0), self.running
+        self.scheduler.check_integrity()
+        self.running = None
+        if plan.chunks:
+            if before is not None:
+                fill_in(plan, *before)
+            self.running = (plan, self.runner.run(plan))
+        events = self.scheduler.commit(*before) if before is not None else []
+        self.scheduler.check_integrity()
+        return events
 
 
 def finish(scheduler, runner, limit=2000) -> dict[tuple[str, int], list[TokenEvent]]:
@@ -181,7 +202,7 @@ def test_refusals_name_the_limit():
 
 
 def test_the_queue_is_bounded(monkeypatch):
-    monkeypatch.setattr("octavo.engine.scheduler.MAX_WAITING", 3)
+    monkeypatch.setattr("octavo.engine.intake.MAX_WAITING", 3)
     scheduler, _ = build()
     scheduler.add(request("a", n=3), 0.0)
     with pytest.raises(Overloaded):
@@ -224,19 +245,120 @@ def test_seeds_are_drawn_at_admission():
     assert drawn(3) == drawn(3) != drawn(4)
 
 
+def test_a_request_of_better_priority_takes_the_place_of_a_running_one():
+    scheduler, runner = build(seqs=2, blocks=(30,), budget=24)
+    for name in ("a", "b"):
+        scheduler.add(request(name, max_tokens=12, priority=5), 0.0)
+    step(scheduler, runner)
+    scheduler.add(request("same", max_tokens=2, priority=5), 0.0)
+    scheduler.add(request("urgent", max_tokens=2, priority=1), 0.0)
+    events = step(scheduler, runner)
+    assert {e.request_id for _, e in events} == {"a", "urgent"}, "b came last"
+    assert scheduler.stats.preemptions == 1
+    answers = finish(scheduler, runner)
+    assert tokens_of([e for _, e in events if e.request_id == "urgent"] + answers["urgent", 0])
+    wanted = continuation([1, 2, 3], 12, VOCAB)
+    assert tokens_of(answers["b", 0]) == wanted[1:], "b goes on where it stopped"
+
+
+def test_priority_is_refused_first_come_first_served():
+    scheduler, _ = build(policy="fcfs")
+    with pytest.raises(InvalidRequest, match="priority is 2") as caught:
+        scheduler.add(request(priority=2), 0.0)
+    assert caught.value.param == "priority"
+
+
+def test_a_long_prefill_leaves_room_for_others():
+    scheduler, runner = build(budget=8, blocks=(30,), long_prefill_token_threshold=3)
+    scheduler.add(request("long", range(20)), 0.0)
+    scheduler.add(request("short", range(5)), 0.0)
+    plan = scheduler.plan(0.0)
+    assert [len(c.token_ids) for c in plan.chunks] == [3, 3]
+    scheduler.commit(plan, runner.run(plan))
+    events = step(scheduler, runner)
+    assert [e.request_id for _, e in events] == ["short"]
+    finish(scheduler, runner)
+
+
+def test_blocks_that_a_long_prefill_still_takes_are_not_given_to_others():
+    scheduler, runner = build(budget=8, blocks=(6,), long_prefill_token_threshold=3)
+    scheduler.add(request("long", range(16), max_tokens=2), 0.0)
+    scheduler.add(request("short", range(9), max_tokens=2), 0.0)
+    finish(scheduler, runner)
+    assert scheduler.stats.preemptions == 0, "5 and 3 blocks do not fit into 6, so that the second waits"
+
+
+def test_queue_limits_refuse_and_say_when_to_come_back():
+    scheduler, runner = build(seqs=1, max_num_queued_reqs=2, max_num_queued_tokens=25)
+    scheduler.add(request("a", range(30), max_tokens=2), 0.0)  # more than the limit, but nobody else waits
+    with pytest.raises(Overloaded, match="--max-num-queued-tokens"):
+        scheduler.add(request("b"), 0.0)
+    step(scheduler, runner)
+    scheduler.add(request("c", range(10)), 0.0)
+    scheduler.add(request("d", range(15)), 0.0)
+    with pytest.raises(Overloaded, match=r"2 requests are waiting; limit: 2 \(--max-num-queued-reqs") as caught:
+        scheduler.add(request("e"), 0.0)
+    assert caught.value.retry_after_s >= 1
+    scheduler.abort("c", "d")
+    scheduler.add(request("f"), 0.0)
+    finish(scheduler, runner)
+    assert scheduler.snapshot().rejected == {"max_num_queued_tokens": 1, "max_num_queued_reqs": 1}
+
+
+def test_retry_after_is_from_the_speed_at_which_prompts_start():
+    scheduler, runner = build(seqs=1, blocks=(300,), length=1100, budget=2000, max_num_queued_tokens=3000)
+    for second in range(8):  # 1,000 tokens a second
+        scheduler.add(request(str(second), [1] * 1000, max_tokens=1), 0.0)
+        step(scheduler, runner, now=100.0 + second)
+    for name in "abc":
+        scheduler.add(request(name, [1] * 1000), 0.0)
+    with pytest.raises(Overloaded) as caught:
+        scheduler.add(request("e"), 0.0)
+    assert caught.value.retry_after_s in (2, 3)
+
+
+def test_a_step_that_fails_for_no_known_reason_is_tried_without_the_newest_request():
+    scheduler, runner = build()
+    for name in ("old", "new"):
+        scheduler.add(request(name, n=2 if name == "new" else 1, seed=1), 0.0)
+    plan = scheduler.plan(0.0)
+    assert scheduler.set_aside_newest(plan)
+    scheduler.check_integrity()
+    again = scheduler.plan(0.0)
+    assert [c.sequence_id for c in again.chunks] == [0]
+    assert not scheduler.set_aside_newest(again)
+    scheduler.commit(again, runner.run(again))
+    ended = scheduler.end_suspect(OctavoError("broken"))
+    assert [(e.request_id, e.choice, e.finish_reason) for _, e in ended] == [("new", 0, "error"), ("new", 1, "error")]
+    assert len(tokens_of(finish(scheduler, runner)["old", 0])) == 4
+
+
+def test_drafts_that_are_right_are_taken_and_counted():
+    scheduler, runner = build(guesses=4, blocks=(30,), length=100, budget=20)
+    scheduler.add(request(max_tokens=40), 0.0)
+    assert tokens_of(finish(scheduler, runner)["r", 0]) == continuation([1, 2, 3], 40, VOCAB)
+    stats = scheduler.snapshot()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert sum(stats.accepted_by_position) == stats.accepted_tokens
+    assert stats.steps == 40 - stats.accepted_tokens, "each token comes of a step or of a guess"
+
+
 class Life(RuleBasedStateMachine):
     """Random adds, aborts, pauses and steps on tiny pools; every choice gets its tokens and exactly one end."""
 
     @initialize(
         blocks=st.integers(6, 14), page_size=st.sampled_from([1, 2, 4]), seqs=st.integers(1, 5),
         budget=st.integers(1, 12), windows=st.booleans(), eos=st.sets(st.integers(0, VOCAB - 1), max_size=4),
+        overlapped=st.booleans(), guesses=st.integers(0, 4), threshold=st.integers(0, 5),
     )  # fmt: skip
-    def start(self, blocks, page_size, seqs, budget, windows, eos):
+    def start(self, blocks, page_size, seqs, budget, windows, eos, overlapped, guesses, threshold):
         self.length = blocks * page_size + 1
         groups = (WINDOW, FULL) if windows else (FULL,)
         self.scheduler, self.runner = build(
-            (blocks,) * len(groups), groups, page_size, seqs, budget, self.length, sorted(eos)
-        )
+            (blocks,) * len(groups), groups, page_size, seqs, budget, self.length, sorted(eos),
+            guesses=0 if overlapped else guesses, long_prefill_token_threshold=threshold,
+        )  # fmt: skip
+        self.loop = Overlapped(self.scheduler, self.runner) if overlapped else None
         self.open: dict[tuple[str, str, int], list[int]] = {}
         self.count = 0
 
@@ -285,16 +407,29 @@ class Life(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def run(self, count):
         for _ in range(count):
-            self.take(step(self.scheduler, self.runner))
+            self.take(self.step())
 
-    @rule(one=st.booleans(), data=st.data())
-    def fail(self, one, data):
-        plan = self.scheduler.plan(0.0)
-        if plan.chunks:
+    def step(self) -> Events:
+        return self.loop.step() if self.loop else step(self.scheduler, self.runner)
+
+    @rule(one=st.booleans(), aside=st.booleans(), data=st.data())
+    def fail(self, one, aside, data):
+        plan = self.loop.running[0] if self.loop and self.loop.running else self.scheduler.plan(0.0)
+        if not plan.chunks:
+            return
+        if self.loop:
+            self.loop.running = None
+            if data.draw(st.booleans()):
+                self.scheduler.plan(0.0)  # the one after it, which never starts
+        if aside and self.scheduler.set_aside_newest(plan):
+            self.take(self.step())
+            events = self.scheduler.end_suspect(OctavoError("x"))
+        else:
             fault = data.draw(st.sampled_from([c.sequence_id for c in plan.chunks])) if one else None
-            for client, event in self.scheduler.fail(plan, OctavoError("x"), fault):
-                assert event.finish_reason == "error"
-                del self.open[client, event.request_id, event.choice]
+            events = self.scheduler.fail(plan, OctavoError("x"), fault)
+        for client, event in events:
+            assert event.finish_reason == "error"
+            del self.open[client, event.request_id, event.choice]
 
     @invariant()
     def consistent(self):
@@ -310,7 +445,7 @@ class Life(RuleBasedStateMachine):
             for _ in range(3000):
                 if not self.scheduler.has_work:
                     break
-                self.take(step(self.scheduler, self.runner))
+                self.take(self.step())
             assert not self.open, "not everything came to an end"
             assert self.scheduler.blocks.num_used == 0
 
