@@ -51,8 +51,8 @@ class BatchBuilder:
     def build(self, chunks: Sequence[Chunk], rows: Indices) -> tuple[ForwardBatch, Indices]:
         """The batch, and for each chunk the row of its last token among the batch's tokens [S]."""
         for chunk, row in zip(chunks, rows.tolist(), strict=True):
-            for table, first, new in zip(self._tables, chunk.first_new_block, chunk.new_blocks, strict=True):
-                if new:
+            if any(chunk.new_blocks):  # in decoding, one step in page_size
+                for table, first, new in zip(self._tables, chunk.first_new_block, chunk.new_blocks, strict=True):
                     table[row, first : first + len(new)] = new
         count = len(chunks)
         lengths = np.fromiter((len(c.token_ids) for c in chunks), np.int64, count)

@@ -52,7 +52,7 @@ class RankExecutor:
 
     def _load(self, config: EngineConfig, progress: Progress) -> None:
         begin = time.monotonic()
-        self._worker = worker = Worker(config, 0, self._directory, progress)
+        self.worker = worker = Worker(config, 0, self._directory, progress)
         budget, reason = kv_budget(config, worker.device, config.tensor_parallel_size)
         budget = min(budget, worker.least(worker.device.memory()[1]))
         sizing = size_kv(config, worker.device, worker.model.kv_groups, worker.dtype, budget, reason)
@@ -65,7 +65,7 @@ class RankExecutor:
         self.facts = self._facts(sizing, time.monotonic() - begin)
 
     def _facts(self, sizing: Sizing, seconds: float) -> EngineFacts:
-        worker = self._worker
+        worker = self.worker
         return EngineFacts(
             pid=os.getpid(), device=worker.device.name, dtype=str(worker.dtype).removeprefix("torch."),
             kernels=getattr(worker.device, "kernels", "reference"), num_blocks=sum(sizing.layout.num_blocks),
@@ -75,7 +75,7 @@ class RankExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         self._tell(plan)
-        return self._worker.run(plan)
+        return self.worker.run(plan)
 
     def shutdown(self) -> None:
         self._closing = True
