@@ -200,7 +200,7 @@ def test_a_sequence_that_cannot_be_prepared_harms_no_other(llama, rng):
     with pytest.raises(SequenceFault) as caught:
         engine.runner.run(plan)
     assert caught.value.sequence_id == sequence.sequence_id
-    engine.scheduler.abort("", "bad")
+    engine.scheduler.fail(plan, OctavoError("cannot be prepared"), caught.value.sequence_id)
     assert {name: tokens_of(choice) for name, (choice,) in engine.run().items()} == {"good": expected}
 
 
