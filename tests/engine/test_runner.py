@@ -9,6 +9,7 @@ import torch
 from octavo.engine.noise import noise_key, noise_keys, noise_stem
 from octavo.engine.penalties import TokenCounts
 from octavo.engine.plan import SequenceFault
+from octavo.errors import OctavoError
 from tests.engine.tiny import VOCAB, LocalEngine, request, tokens_of, transformers_model, true_logits
 from tests.matrix import SEED
 
