@@ -68,6 +68,25 @@ class EngineFacts(msgspec.Struct):
     """of everything that the numbers depend on: weights, precision, kernels, instruction set, page size"""
 
 
+class OffloadCounts(msgspec.Struct, omit_defaults=True):
+    """What went between the device and host memory (store, load) and between that and the disk (write, read)."""
+
+    store_bytes: int = 0
+    store_s: float = 0.0
+    load_bytes: int = 0
+    load_s: float = 0.0
+    stores_skipped: int = 0
+    """blocks given up without a copy, since every slot was held"""
+    disk_write_bytes: int = 0
+    disk_write_s: float = 0.0
+    disk_writes_dropped: int = 0
+    """blocks not written, since too many were waiting to be"""
+    disk_read_bytes: int = 0
+    disk_read_s: float = 0.0
+    disk_read_failures: int = 0
+    """blocks that were gone, damaged or unreadable when they were wanted"""
+
+
 class Stats(msgspec.Struct, omit_defaults=True):
     """Counters since start and gauges of now; `/metrics` is made from them."""
 
@@ -88,6 +107,8 @@ class Stats(msgspec.Struct, omit_defaults=True):
     host_blocks_used: int = 0
     host_blocks_total: int = 0
     disk_bytes_used: int = 0
+    offload: OffloadCounts | None = None
+    """None without a host tier"""
     rejected: dict[str, int] = {}
     """requests refused at admission, by the limit that refused them"""
     drafts: int = 0

@@ -24,6 +24,7 @@ WITH_TORCH = (
     "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py",
     "models/simulated.py", "engine/batch.py", "engine/sampler.py", "engine/logit_changes.py", "engine/logprobs.py",
     "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/sizing.py",
+    "engine/block_store.py",
 )  # fmt: skip
 """Where torch may be imported, but for those below."""
 TORCH_FREE_ANYWAY = (

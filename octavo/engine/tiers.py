@@ -1,0 +1,286 @@
+"""Blocks of the KV cache beyond the device: slots of host memory, then files. No torch; decides, and moves nothing.
+
+    device ── SAVE, when a remembered block is given up, or its sequence is preempted ──▶ host ── copy ──▶ disk
+    device ◀── LOAD, when a sequence begins with that block ── host ◀── read, while the sequence waits ── disk
+
+The SAVEs and LOADs go to the runners as `Move`s, in the order in which they are decided here. A move holds its slot
+until the plan that it stands in has run (`done`); a transfer to or from the disk holds its slot until it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from octavo.engine.disk_tier import DiskTier, Transfer
+from octavo.engine.host_tier import HostTier
+from octavo.engine.messages import OffloadCounts, Stats
+from octavo.engine.pages import ELSEWHERE, FREED, BlockTables, KVBlocks, Start
+from octavo.engine.plan import COPY, LOAD, SAVE, Move
+from octavo.engine.prefix import ChainKeys
+from octavo.engine.speed import SpeedModel
+
+log = logging.getLogger(__name__)
+
+
+class HostMemory(Protocol):
+    """The slots' memory, which the executor has. One entry for each KV group."""
+
+    num_slots: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+
+    def view(self, group: int, slot: int) -> memoryview:
+        """The bytes of a slot."""
+
+
+@dataclass(eq=False)
+class Swapped:
+    """What a preempted sequence keeps: the blocks of its first `num_tokens` tokens, from `first_block` on, in slots of
+    its own; those before are the prefix cache's to keep."""
+
+    num_tokens: int
+    first_block: int
+    slots: list[list[int]]
+    """for each KV group; FREED where a window no longer reaches"""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Blocks on their way from disk for a sequence that waits for them."""
+
+    transfers: list[Transfer]
+
+    @property
+    def done(self) -> bool:
+        return all(transfer.done for transfer in self.transfers)
+
+
+class Tiers:
+    """One a scheduler, for its `blocks`. `moves` is the list that the next plan will carry."""
+
+    def __init__(
+        self, blocks: KVBlocks, moves: list[Move], memory: HostMemory, speed: SpeedModel, disk: DiskTier | None = None,
+    ) -> None:  # fmt: skip
+        self.blocks, self.moves, self.memory, self.speed, self.disk = blocks, moves, memory, speed, disk
+        self.hosts = [HostTier(count) for count in memory.num_slots]
+        self.counts = OffloadCounts()
+        self._transfers: set[Transfer] = set()
+        """on their way; they hold their slots"""
+        for group, pool in enumerate(blocks.pools):
+            pool.on_evict = lambda block, key, group=group: self._evicted(group, block, key)
+
+    # -- blocks that the device gives up, and takes back ---------------------------------------------------------------
+
+    def _evicted(self, group: int, block: int, key: bytes) -> None:
+        if self.hosts[group].find(key) is None:
+            self._save(group, block, key)
+
+    def _save(self, group: int, block: int, key: bytes | None = None) -> int | None:
+        slot = self.hosts[group].take(key)
+        if slot is None:
+            self.counts.stores_skipped += 1
+            return None
+        self.moves.append(Move(SAVE, group, block, slot))
+        return slot
+
+    def on_host(self, group: int, key: bytes) -> bool:
+        return self.hosts[group].find(key) is not None
+
+    def anywhere(self, group: int, key: bytes) -> bool:
+        return self.on_host(group, key) or self._on_disk(group, key)
+
+    def _on_disk(self, group: int, key: bytes) -> bool:
+        return self.disk is not None and self.disk.has(group, key, self.memory.block_bytes[group])
+
+    def begin(
+        self, held: BlockTables, start: Start, keys: ChainKeys, swapped: Swapped | None = None
+    ) -> list[tuple[int, int]]:
+        """Gives empty tables what `start` names, as `KVBlocks.begin` does, and plans the loading of what is elsewhere.
+
+        `start` is that of `resumed` for a swapped sequence, whose slots are free once this is done. Returns (KV group,
+        index) of each block that is loaded.
+        """
+        sources = {place: self._source(*place, keys, swapped) for place in _elsewhere(start)}
+        for (group, _), slot in sources.items():
+            self.hosts[group].share(slot)  # making room for it must not cost it
+        copies, to_load = self.blocks.begin(held, start)
+        self.moves += copies
+        for place in to_load:
+            group, index = place
+            block = held.tables[group][index]
+            self.moves.append(Move(LOAD, group, sources[place], block))
+            if swapped is None or index < swapped.first_block:
+                self.blocks.pools[group].register(block, keys[index])
+        if swapped is not None:
+            held.num_registered = swapped.first_block
+            self.drop(swapped)
+        return to_load
+
+    def _source(self, group: int, index: int, keys: ChainKeys, swapped: Swapped | None) -> int:
+        if swapped is not None and index >= swapped.first_block:
+            return swapped.slots[group][index - swapped.first_block]
+        slot = self.hosts[group].find(keys[index])
+        assert slot is not None, "a block was found on the host, and is not there"
+        return slot
+
+    def done(self, moves: Sequence[Move], seconds: float) -> None:
+        """The plan that held these moves has run; they took `seconds`."""
+        if not moves:
+            return
+        sizes, counts = self.memory.block_bytes, self.counts
+        num_bytes = sum(sizes[move.group] for move in moves)
+        self.speed.host.note(num_bytes, seconds)
+        for move in reversed(moves):  # the ends of what was loaded are given up before its beginnings
+            size = sizes[move.group]
+            if move.kind == SAVE:
+                counts.store_bytes += size
+                counts.store_s += seconds * size / num_bytes
+                self._write_behind(move.group, move.target)
+                self.hosts[move.group].release(move.target)
+            elif move.kind == LOAD:
+                counts.load_bytes += size
+                counts.load_s += seconds * size / num_bytes
+                self.hosts[move.group].release(move.source)
+
+    # -- preemption ----------------------------------------------------------------------------------------------------
+
+    def swap_out(self, held: BlockTables, num_tokens: int) -> Swapped | None:
+        """Saves what the prefix cache will not keep of the first `num_tokens` tokens, before `held` is released.
+
+        None where computing it again is cheaper, or slots are short.
+        """
+        first, end = held.num_registered, -(-num_tokens // self.blocks.layout.page_size)
+        tails = [table[first:end] for table in held.tables]
+        counts = [sum(block != FREED for block in tail) for tail in tails]
+        num_bytes = sum(n * size for n, size in zip(counts, self.memory.block_bytes, strict=True))
+        choice = self.speed.swap(num_tokens - first * self.blocks.layout.page_size, num_bytes)
+        room = all(n <= host.num_takeable for n, host in zip(counts, self.hosts, strict=True))
+        log.debug("preempted at %d tokens, %d bytes to save: %s%s", num_tokens, num_bytes, choice, "" if room else
+                  ", but the host is full")  # fmt: skip
+        if not (choice.move and room):
+            return None
+        slots = [[self._save_own(group, block) for block in tail] for group, tail in enumerate(tails)]
+        return Swapped(num_tokens, first, slots)
+
+    def _save_own(self, group: int, block: int) -> int:
+        if block == FREED:
+            return FREED
+        slot = self._save(group, block)
+        assert slot is not None, "slots were counted, and are not there"
+        self.hosts[group].share(slot)  # once for the move, once for the sequence
+        return slot
+
+    def resumed(self, swapped: Swapped, start: Start) -> Start | None:
+        """`start`, as found for the blocks before the swapped ones, made longer by these; None where it falls short."""
+        if start.num_tokens != swapped.first_block * self.blocks.layout.page_size:
+            return None
+        before = start.tables or [[] for _ in swapped.slots]
+        mine = [[FREED if slot == FREED else ELSEWHERE for slot in slots] for slots in swapped.slots]
+        return Start(swapped.num_tokens, [b + m for b, m in zip(before, mine, strict=True)])
+
+    def drop(self, swapped: Swapped) -> None:
+        """Its sequence goes on, ends, or is computed again."""
+        for host, slots in zip(self.hosts, swapped.slots, strict=True):
+            for slot in slots:
+                if slot != FREED:
+                    host.release(slot)
+
+    # -- the disk ------------------------------------------------------------------------------------------------------
+
+    def _write_behind(self, group: int, slot: int) -> None:
+        """Copies a slot that has just been filled to the disk, unless it is there."""
+        key, size = self.hosts[group].key_of(slot), self.memory.block_bytes[group]
+        if self.disk is None or key is None or not self.disk.wants(group, key, size):
+            return
+        transfer = Transfer(True, group, key, slot, self.memory.view(group, slot))
+        if self.disk.write(transfer):
+            self.hosts[group].share(slot)
+            self._transfers.add(transfer)
+        else:
+            self.counts.disk_writes_dropped += 1
+
+    def fetch(self, start: Start, keys: ChainKeys, num_here: int) -> Fetch | None:
+        """Begins to read what `start`, found `anywhere`, has on disk; None where that is not worth its time.
+
+        `num_here`: tokens that need no reading.
+        """
+        wanted = [(group, index) for group, index in _elsewhere(start) if not self.on_host(group, keys[index])]
+        num_bytes = sum(self.memory.block_bytes[group] for group, _ in wanted)
+        choice = self.speed.read(start.num_tokens - num_here, num_bytes)
+        log.debug("%d tokens lie on disk: %s", start.num_tokens - num_here, choice)
+        if self.disk is None or not wanted or not choice.move:
+            return None
+        transfers: list[Transfer] = []
+        for group, index in sorted(wanted, key=lambda place: place[1]):
+            slot = self.hosts[group].take()
+            if slot is None:
+                break
+            transfer = Transfer(False, group, keys[index], slot, self.memory.view(group, slot))
+            transfers.append(transfer)
+            self._transfers.add(transfer)
+            self.disk.read(transfer)
+        return Fetch(transfers) if transfers else None
+
+    def poll(self) -> None:
+        """Takes in what the disk has done. A block that was read can be found on the host from now on."""
+        for transfer in [] if self.disk is None else self.disk.finished():
+            self._transfers.discard(transfer)
+            self._count(transfer)
+            host = self.hosts[transfer.group]
+            if transfer.write:
+                host.release(transfer.slot)
+                continue
+            if transfer.ok and host.find(transfer.key) is None:
+                host.name(transfer.slot, transfer.key)
+            if transfer.abandoned:
+                host.release(transfer.slot)
+
+    def _count(self, transfer: Transfer) -> None:
+        counts, size = self.counts, len(transfer.content) * transfer.ok
+        if transfer.write:
+            counts.disk_write_bytes += size
+            counts.disk_write_s += transfer.seconds
+            return
+        self.speed.disk.note(len(transfer.content), transfer.seconds)
+        counts.disk_read_bytes += size
+        counts.disk_read_s += transfer.seconds
+        counts.disk_read_failures += not transfer.ok
+
+    def end_fetch(self, fetch: Fetch) -> None:
+        """Whoever waited has begun, or ended: what was read is the host's, as any other block."""
+        for transfer in reversed(fetch.transfers):
+            if transfer.done:
+                self.hosts[transfer.group].release(transfer.slot)
+            else:
+                transfer.abandoned = True
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def fill_in(self, stats: Stats) -> None:
+        stats.offload = self.counts
+        stats.host_blocks_used = sum(host.num_used for host in self.hosts)
+        stats.host_blocks_total = sum(host.num_slots for host in self.hosts)
+        stats.disk_bytes_used = 0 if self.disk is None else self.disk.num_bytes
+
+    def check_integrity(self, in_flight: Iterable[Move], swapped: Iterable[Swapped], fetches: Iterable[Fetch]) -> None:
+        """Raises AssertionError unless each slot is held exactly by these: moves that have not run (those of `moves`
+        are known here), preempted sequences, and transfers."""
+        held: list[list[int]] = [[] for _ in self.hosts]
+        for move in (*in_flight, *self.moves):
+            if move.kind != COPY:
+                held[move.group].append(move.target if move.kind == SAVE else move.source)
+        for one in swapped:
+            for group, slots in enumerate(one.slots):
+                held[group] += [slot for slot in slots if slot != FREED]
+        for transfer in (*self._transfers, *(t for fetch in fetches for t in fetch.transfers if t.done)):
+            held[transfer.group].append(transfer.slot)
+        for host, slots in zip(self.hosts, held, strict=True):
+            host.check_integrity(slots)
+
+
+def _elsewhere(start: Start) -> Iterator[tuple[int, int]]:
+    """(KV group, index) of the blocks that are not on the device."""
+    for group, table in enumerate(start.tables):
+        yield from ((group, index) for index, block in enumerate(table) if block == ELSEWHERE)
