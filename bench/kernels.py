@@ -19,7 +19,7 @@ from bench.interleave import interleave
 from octavo.backends.base import AttentionMeta
 from octavo.backends.cpu import lib, limits
 from octavo.backends.cpu.ops import CpuOps, PanelKVCache
-from octavo.backends.kv import FullAttention
+from octavo.backends.kv import KV_FORMATS, FullAttention
 
 SHAPES = {
     "SmolLM2-135M": {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536),
@@ -31,6 +31,10 @@ SHAPES = {
 ROWS = (1, 8, 32, 512)
 ATTENTION = {"SmolLM2-135M": (9, 3, 64), "Qwen2.5-0.5B": (14, 2, 64), "Qwen2.5-1.5B": (12, 2, 128)}
 """heads, kv heads, head_dim"""
+CONTEXT, PAGE = 1024, 16
+STEPS = (("decode 1", 1, 1), ("decode 32", 32, 1), ("prefill", 1, CONTEXT))
+"""name, sequences, queries of each"""
+FORMS = {"bf16": None} | {form.name: form for form in KV_FORMATS.values()}
 COPIES_BYTES = 256 << 20
 
 
@@ -68,30 +72,51 @@ def bench_linear(ops, rounds):
 
 
 def bench_attention(ops, rounds):
-    """Decoding of one and of 32 sequences, and a prompt of 1024, over a context of 1024."""
-    context, page = 1024, 16
-    for model, (heads, kv_heads, dim) in ATTENTION.items():
-        for label, sequences, queries in (("decode 1", 1, 1), ("decode 32", 32, 1), ("prefill", 1, context)):
-            pages = context // page
-            cache = PanelKVCache(FullAttention(kv_heads, dim), sequences * pages, page)
-            cache.k.normal_()
-            cache.v.normal_()
-            meta = AttentionMeta(
-                torch.arange(sequences + 1, dtype=torch.int32) * queries,
-                torch.full((sequences,), context, dtype=torch.int32),
-                torch.arange(sequences * pages, dtype=torch.int32).view(sequences, pages),
-                torch.zeros(sequences * queries, dtype=torch.int64), page,
-            )  # fmt: skip
-            q = torch.randn(sequences * queries, heads, dim).bfloat16()
-            seen = context if queries == 1 else context / 2
-            work = 4 * sequences * queries * seen * heads * dim
-            kv_bytes = 4 * sequences * context * kv_heads * dim
-            run = partial(ops.attention, q, cache, meta, dim**-0.5, None)
-            seconds = best_seconds({"octavo": run}, rounds, 0.02)["octavo"]
+    """Decoding of one and of 32 sequences, and a prompt of 1024, over a context of 1024, in each form of KV cache.
+
+    Each call takes the next of many caches, as layers do. `ratio` is bf16's time over this form's.
+    """
+    for (model, shape), (label, sequences, queries) in itertools.product(ATTENTION.items(), STEPS):
+        heads, kv_heads, dim = shape
+        meta = context_of(sequences, queries)
+        q = torch.randn(sequences * queries, heads, dim).bfloat16()
+        caches = {name: filled_caches(ops, meta, kv_heads, dim, form) for name, form in FORMS.items()}
+        runs = {
+            name: in_turn(lambda cache, q=q, meta=meta: ops.attention(q, cache, meta, q.shape[-1] ** -0.5, None), many)
+            for name, many in caches.items()
+        }
+        seconds = best_seconds(runs, rounds, 0.02)
+        work = 4 * sequences * queries * (CONTEXT if queries == 1 else CONTEXT / 2) * heads * dim
+        for name, took in seconds.items():
+            read = caches[name][0].k.nbytes + caches[name][0].v.nbytes
             yield {
-                "kernel": "attention", "model": model, "name": label, "rows": sequences * queries,
-                "us": seconds * 1e6, "gb_s": kv_bytes / seconds / 1e9, "gflop_s": work / seconds / 1e9,
+                "kernel": "attention", "model": model, "name": f"{label} {name}", "rows": sequences * queries,
+                "us": took * 1e6, "ratio": seconds["bf16"] / took, "gb_s": read / took / 1e9,
+                "gflop_s": work / took / 1e9,
             }  # fmt: skip
+
+
+def context_of(sequences, queries):
+    """The last `queries` tokens of sequences of CONTEXT tokens each."""
+    pages = CONTEXT // PAGE
+    return AttentionMeta(
+        torch.arange(sequences + 1, dtype=torch.int32) * queries,
+        torch.full((sequences,), CONTEXT, dtype=torch.int32),
+        torch.arange(sequences * pages, dtype=torch.int32).view(sequences, pages),
+        torch.arange(sequences * CONTEXT), PAGE,
+    )  # fmt: skip
+
+
+def filled_caches(ops, meta, kv_heads, dim, form):
+    tokens = len(meta.slots)
+    first = PanelKVCache(FullAttention(kv_heads, dim), tokens // PAGE, PAGE, form)
+    ops.write_kv(*torch.randn(2, tokens, kv_heads, dim).bfloat16(), first, meta)
+    caches = [first]
+    for _ in range(COPIES_BYTES // 4 // (tokens * kv_heads * dim * 4)):
+        caches.append(PanelKVCache(FullAttention(kv_heads, dim), tokens // PAGE, PAGE, form))
+        caches[-1].k.copy_(first.k)
+        caches[-1].v.copy_(first.v)
+    return caches
 
 
 def main() -> None:
@@ -99,6 +124,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=limits.default_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--isa", help="a lesser instruction set than the machine has")
+    parser.add_argument("--only", choices=["linear", "attention"])
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     library = lib.load()
@@ -113,13 +139,16 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("model", "kernel") else "right")
     results = []
     with torch.inference_mode():
-        for bench in (bench_linear, bench_attention):
+        for name, bench in (("linear", bench_linear), ("attention", bench_attention)):
+            if arguments.only not in (None, name):
+                continue
             for r in bench(ops, arguments.rounds):
                 results.append(r)
                 other = r.get("torch_us", math.nan)
+                ratio = r.get("ratio", other / r["us"])
                 table.add_row(
                     r["model"], f"{r['kernel']} {r['name']}", str(r["rows"]), f"{r['us']:.0f}", f"{other:.0f}",
-                    f"{other / r['us']:.2f}", f"{r['gb_s']:.1f}", f"{r['gflop_s']:.0f}",
+                    f"{ratio:.2f}", f"{r['gb_s']:.1f}", f"{r['gflop_s']:.0f}",
                 )  # fmt: skip
     Console().print(table)
     if arguments.json:

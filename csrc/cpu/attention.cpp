@@ -1,34 +1,22 @@
 // Attention over a paged cache, for decoding sequences and chunks of prompts in one call.
 //
-// A page holds, for each kv head, panels of 16 tokens. Keys are laid out as a packed weight with tokens for columns,
-// [head_dim / 2][16 tokens][2]; values with channels for columns, [8 token pairs][channels][2], channels padded to a
-// multiple of 16. Both products then are tiles of tile.h.
-//
 // A row is one query head of one token. Its keys are walked in blocks that start at multiples of 128 positions, with
 // the online softmax of FlashAttention (arXiv:2205.14135); what a row does depends on its own position only, so its
 // result is the same alone, in a batch and however the prompt was cut into chunks. Probabilities are rounded to bf16
 // for the second product, and their sum is taken of the rounded ones.
+//
+// A block of codes is first turned into bf16, which is exact. Scales stay out of the products: a key's multiplies its
+// score, a value's its probability; one that a kv head has for all tokens multiplies all scores, and the result.
+#include "kv_cache.h"
 #include "tile.h"
 
 namespace octavo {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
 constexpr int kRowsPerTask = 24;
 constexpr int kPanelsPerBlock = 8;
 constexpr int64_t kKeysPerBlock = kPanelsPerBlock * kLanes;
 constexpr float kMinusInfinity = -__builtin_inff();
-
-struct Cache {
-    bf16 *keys, *values;
-    int64_t kv_heads, head_dim, page_size;
-
-    int64_t padded_dim() const { return ceil_div(head_dim, kLanes) * kLanes; }
-    // The first panel of a page's kv head, counted in panels.
-    int64_t panel(int64_t page, int64_t kv_head) const { return (page * kv_heads + kv_head) * (page_size / kLanes); }
-    int64_t key_panel_size() const { return head_dim * kLanes; }
-    int64_t value_panel_size() const { return padded_dim() * kLanes; }
-};
 
 struct Attention {
     Cache cache;
@@ -57,11 +45,22 @@ struct Rows {
     alignas(64) float sums[kRowsPerTask][kMaxHeadDim];
 };
 
-// The panels of one block of keys.
+// The panels of one block of keys, of which those up to `last_key` are written. Those before `first_panel` no row sees:
+// their pages may belong to others by now.
 struct Block {
-    int64_t first_key, panels;
+    int64_t first_key, last_key, first_panel, panels;
     const bf16* keys[kPanelsPerBlock];
     const bf16* values[kPanelsPerBlock];
+    // Where tokens have scales of their own, those of the written keys; 0 after them.
+    bool scaled;
+    alignas(64) float key_scales[kKeysPerBlock];
+    alignas(64) float value_scales[kKeysPerBlock];
+};
+
+// A block of codes as bf16.
+struct Unpacked {
+    alignas(64) bf16 keys[kKeysPerBlock * kMaxHeadDim];
+    alignas(64) bf16 values[kKeysPerBlock * kMaxHeadDim];
 };
 
 template <int PANELS>
@@ -93,7 +92,7 @@ template <int PANELS>
 struct ValuePass {
     Rows& state;
     const Block& block;
-    int64_t first_row, channel, padded_dim, pairs;
+    int64_t first_row, channel, padded_dim, end_pair;
 
     template <int ROWS>
     OCT_INLINE void run(int64_t offset) const {
@@ -103,14 +102,15 @@ struct ValuePass {
                 acc[r][p] = load(state.sums[first_row + offset + r] + channel + p * kLanes);
             }
         }
-        for (int64_t pair = 0, panel = 0; pair < pairs; pair += kLanes / 2, panel++) {
+        for (int64_t panel = block.first_panel; panel * kLanes / 2 < end_pair; panel++) {
+            const int64_t pair = panel * kLanes / 2;
             const bf16* rows[ROWS];
             const bf16* columns[PANELS];
             OCT_UNROLL for (int r = 0; r < ROWS; r++) rows[r] = state.probs[first_row + offset + r] + 2 * pair;
             OCT_UNROLL for (int p = 0; p < PANELS; p++) {
                 columns[p] = block.values[panel] + 2 * (channel + p * kLanes);
             }
-            accumulate<ROWS, PANELS, false>(acc, rows, columns, smaller<int64_t>(kLanes / 2, pairs - pair),
+            accumulate<ROWS, PANELS, false>(acc, rows, columns, smaller<int64_t>(kLanes / 2, end_pair - pair),
                                             2 * padded_dim);
         }
         OCT_UNROLL for (int r = 0; r < ROWS; r++) {
@@ -122,7 +122,7 @@ struct ValuePass {
 };
 
 void score(Rows& state, const Block& block, int64_t begin, int64_t end, int64_t pairs) {
-    int64_t panel = 0;
+    int64_t panel = block.first_panel;
     for (; panel + kTilePanels <= block.panels; panel += kTilePanels)
         for_row_tiles<kTileRows>(end - begin, ScorePass<kTilePanels>{state, block, begin, panel, pairs});
     for (; panel < block.panels; panel++)
@@ -133,17 +133,21 @@ void score(Rows& state, const Block& block, int64_t begin, int64_t end, int64_t 
 void soften(Rows& state, const Block& block, int64_t r, float scale, int64_t padded_dim) {
     float* scores = state.scores[r];
     const int64_t width = block.panels * kLanes;
+    if (block.scaled)
+        for (int64_t i = block.first_panel * kLanes; i < width; i += kLanes)
+            store(scores + i, load(scores + i) * load(block.key_scales + i));
     const int64_t begin = larger<int64_t>(state.first_key[r] - block.first_key, 0);
     const int64_t end = smaller(state.last_key[r] + 1 - block.first_key, width);
-    for (int64_t i = 0; i < begin; i++) scores[i] = kMinusInfinity;
+    for (int64_t i = block.first_panel * kLanes; i < begin; i++) scores[i] = kMinusInfinity;
     for (int64_t i = end; i < width; i++) scores[i] = kMinusInfinity;
     F16 highest = splat(kMinusInfinity);
-    for (int64_t i = 0; i < width; i += kLanes) highest = max(highest, load(scores + i));
+    for (int64_t i = block.first_panel * kLanes; i < width; i += kLanes) highest = max(highest, load(scores + i));
     const float before = state.highest[r], now = larger(before, max_lane(highest) * scale);
     F16 total = zeros();
-    for (int64_t i = 0; i < width; i += kLanes) {
-        store(state.probs[r] + i, exp(fma(load(scores + i), splat(scale), splat(-now))));
-        total = total + load(state.probs[r] + i);
+    for (int64_t i = block.first_panel * kLanes; i < width; i += kLanes) {
+        const F16 p = exp(fma(load(scores + i), splat(scale), splat(-now)));
+        store(state.probs[r] + i, block.scaled ? p * load(block.value_scales + i) : p);
+        total = total + (block.scaled ? p : load(state.probs[r] + i));
     }
     if (now != before) {
         float shrink[kLanes];
@@ -166,19 +170,47 @@ void add_values(Rows& state, const Block& block, int64_t begin, int64_t end, int
         for_row_tiles<kTileRows>(end - begin, ValuePass<1>{state, block, begin, channel, padded_dim, pairs});
 }
 
-Block find_block(const Attention& call, int64_t sequence, int64_t kv_head, int64_t first_key, int64_t last_key) {
-    Block block;
-    block.first_key = first_key;
-    block.panels = smaller<int64_t>(kPanelsPerBlock, ceil_div(last_key + 1 - first_key, kLanes));
+template <class Code>
+void decode(const uint8_t* codes, int64_t n, bf16* out) {
+    for (int64_t i = 0; i < n; i++) out[i] = Code::decode(codes[i]);
+}
+
+// Finds panel p of a block of codes, and unpacks it.
+void unpack_panel(const Cache& cache, int64_t page, int64_t kv_head, int64_t index, Block& block, int64_t p,
+                  Unpacked& unpacked) {
+    bf16 *keys = unpacked.keys + p * cache.keys.panel_bytes, *values = unpacked.values + p * cache.values.panel_bytes;
+    with_code(cache.format, [&](auto code) {
+        decode<decltype(code)>(cache.keys.panel(page, kv_head, index), cache.keys.panel_bytes, keys);
+        decode<decltype(code)>(cache.values.panel(page, kv_head, index), cache.values.panel_bytes, values);
+    });
+    block.keys[p] = keys;
+    block.values[p] = values;
+    if (!block.scaled) return;
+    const int64_t written = smaller<int64_t>(block.last_key + 1 - block.first_key - p * kLanes, kLanes);
+    memset(block.key_scales + p * kLanes, 0, kLanes * sizeof(float));
+    memset(block.value_scales + p * kLanes, 0, kLanes * sizeof(float));
+    memcpy(block.key_scales + p * kLanes, cache.keys.scales(page, kv_head, index), written * sizeof(float));
+    memcpy(block.value_scales + p * kLanes, cache.values.scales(page, kv_head, index), written * sizeof(float));
+}
+
+// Fills the block that starts at `block.first_key`, but for what no row from `first_seen` on sees.
+void find_block(const Attention& call, int64_t sequence, int64_t kv_head, int64_t first_seen, Block& block,
+                Unpacked& unpacked) {
     const Cache& cache = call.cache;
-    for (int64_t p = 0; p < block.panels; p++) {
-        const int64_t key = first_key + p * kLanes;
+    block.scaled = cache.scaled_tokens;
+    block.panels = smaller<int64_t>(kPanelsPerBlock, ceil_div(block.last_key + 1 - block.first_key, kLanes));
+    block.first_panel = larger<int64_t>(0, first_seen - block.first_key) / kLanes;
+    for (int64_t p = block.first_panel; p < block.panels; p++) {
+        const int64_t key = block.first_key + p * kLanes;
         const int64_t page = call.block_table[sequence * call.table_stride + key / cache.page_size];
-        const int64_t panel = cache.panel(page, kv_head) + key % cache.page_size / kLanes;
-        block.keys[p] = cache.keys + panel * cache.key_panel_size();
-        block.values[p] = cache.values + panel * cache.value_panel_size();
+        const int64_t index = key % cache.page_size / kLanes;
+        if (cache.format == kBf16) {
+            block.keys[p] = reinterpret_cast<const bf16*>(cache.keys.panel(page, kv_head, index));
+            block.values[p] = reinterpret_cast<const bf16*>(cache.values.panel(page, kv_head, index));
+        } else {
+            unpack_panel(cache, page, kv_head, index, block, p, unpacked);
+        }
     }
-    return block;
 }
 
 void start_rows(const Attention& call, Rows& state, int64_t sequence, int64_t kv_head, int64_t first_row) {
@@ -202,22 +234,27 @@ void finish_rows(const Attention& call, const Rows& state, int64_t sequence, int
         const int64_t token = call.query_start[sequence] + (first_row + r) / group;
         const int64_t head = kv_head * group + (first_row + r) % group;
         bf16* out = call.out + token * call.out_stride + head * dim;
-        const F16 factor = splat(1.0f / state.total[r]);
+        const F16 factor = splat(call.cache.values.fixed_scale(kv_head) / state.total[r]);
         for_lanes(dim, [&](int64_t i, auto, auto put) { put(out + i, load(state.sums[r] + i) * factor); });
     }
 }
 
 void attend_rows(const Attention& call, int64_t sequence, int64_t kv_head, int64_t first_row) {
     Rows state;
+    Block block;
+    Unpacked unpacked;
     start_rows(call, state, sequence, kv_head, first_row);
-    const int64_t padded_dim = call.cache.padded_dim(), last_key = state.last_key[state.count - 1];
+    const int64_t padded_dim = call.cache.padded_dim();
+    const float scale = call.scale * call.cache.keys.fixed_scale(kv_head);
+    block.first_key = state.first_key[0] / kKeysPerBlock * kKeysPerBlock;
+    block.last_key = state.last_key[state.count - 1];
     int64_t begin = 0, end = 0;  // rows that see something of the block; a row never meets one it sees nothing of
-    for (int64_t key = state.first_key[0] / kKeysPerBlock * kKeysPerBlock; key <= last_key; key += kKeysPerBlock) {
-        const Block block = find_block(call, sequence, kv_head, key, last_key);
-        while (begin < state.count && state.last_key[begin] < key) begin++;
-        while (end < state.count && state.first_key[end] < key + kKeysPerBlock) end++;
+    for (; block.first_key <= block.last_key; block.first_key += kKeysPerBlock) {
+        while (begin < state.count && state.last_key[begin] < block.first_key) begin++;
+        while (end < state.count && state.first_key[end] < block.first_key + kKeysPerBlock) end++;
+        find_block(call, sequence, kv_head, state.first_key[begin], block, unpacked);
         score(state, block, begin, end, call.cache.head_dim / 2);
-        for (int64_t r = begin; r < end; r++) soften(state, block, r, call.scale, padded_dim);
+        for (int64_t r = begin; r < end; r++) soften(state, block, r, scale, padded_dim);
         add_values(state, block, begin, end, padded_dim);
     }
     finish_rows(call, state, sequence, kv_head, first_row);
@@ -247,35 +284,6 @@ void run_task(const Attention& call, const int64_t* tasks_before, int64_t task) 
     attend_rows(call, low, index / tiles, index % tiles * kRowsPerTask);
 }
 
-// Writing the first token of a pair clears its partner, unless that is written too: the last pair of a sequence is
-// read whole, and whatever was left there (NaN, say) must not reach the sum as 0 * NaN.
-void write_token(const Cache& cache, const bf16* k, const bf16* v, int64_t slot, bool clear_partner) {
-    const int64_t page = slot / cache.page_size, offset = slot % cache.page_size, lane = offset % kLanes;
-    for (int64_t h = 0; h < cache.kv_heads; h++, k += cache.head_dim, v += cache.head_dim) {
-        const int64_t panel = cache.panel(page, h) + offset / kLanes;
-        bf16* keys = cache.keys + panel * cache.key_panel_size() + 2 * lane;
-        for (int64_t i = 0; i < cache.head_dim / 2; i++) memcpy(keys + i * 2 * kLanes, k + 2 * i, 2 * sizeof(bf16));
-        bf16* values = cache.values + panel * cache.value_panel_size() + lane / 2 * 2 * cache.padded_dim() + lane % 2;
-        for (int64_t i = 0; i < cache.head_dim; i++) values[2 * i] = v[i];
-        if (clear_partner)
-            for (int64_t i = 0; i < cache.head_dim; i++) values[2 * i + 1] = 0;
-    }
-}
-
-constexpr int64_t kElementsPerGrain = 16384;
-
-void write_kv(const Cache& cache, const bf16* k, int64_t k_stride, const bf16* v, int64_t v_stride,
-              const int64_t* slots, int64_t tokens) {
-    const int64_t grain = ceil_div(kElementsPerGrain, cache.kv_heads * cache.head_dim);
-    parallel_for(tokens, grain, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; t++) {
-            const bool partner_follows = t + 1 < tokens && slots[t + 1] == slots[t] + 1;
-            const bool clear_partner = slots[t] % 2 == 0 && !partner_follows;
-            write_token(cache, k + t * k_stride, v + t * v_stride, slots[t], clear_partner);
-        }
-    });
-}
-
 void attention(const Attention& call) {
     constexpr int64_t kOnStack = 1024;
     int64_t on_stack[kOnStack + 1];
@@ -291,31 +299,11 @@ void attention(const Attention& call) {
 }  // namespace
 }  // namespace octavo
 
-// Writes k and v [tokens, kv_heads, head_dim] into `slots` of a cache; slot = page * page_size + offset, page_size a
-// multiple of 16, head_dim even. The rows of k and v may lie `k_stride` and `v_stride` apart.
-OCT_API void OCT_KERNEL(oct_write_kv)(const uint16_t* k, int64_t k_stride, const uint16_t* v, int64_t v_stride,
-                                      uint16_t* keys, uint16_t* values, const int64_t* slots, int64_t tokens,
-                                      int64_t kv_heads, int64_t head_dim, int64_t page_size) {
-    octavo::write_kv({keys, values, kv_heads, head_dim, page_size}, k, k_stride, v, v_stride, slots, tokens);
-}
-
-// Causal attention of q [tokens, heads, head_dim], with head_dim a multiple of 8 up to 256; `window` 0 means none.
+// Causal attention of q [tokens, heads, head_dim] over the cache; `window` 0 means none.
 OCT_API void OCT_KERNEL(oct_attention)(const uint16_t* q, int64_t q_stride, uint16_t* out, int64_t out_stride,
-                                       uint16_t* keys, uint16_t* values, const int32_t* query_start,
-                                       const int32_t* seq_lens, const int32_t* block_table, int64_t table_stride,
-                                       int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                       int64_t page_size, float scale, int64_t window) {
-    octavo::attention({{keys, values, kv_heads, head_dim, page_size},
-                       q,
-                       q_stride,
-                       out,
-                       out_stride,
-                       query_start,
-                       seq_lens,
-                       block_table,
-                       table_stride,
-                       sequences,
-                       heads,
-                       scale,
-                       window});
+                                       const OctavoKvCache* cache, const int32_t* query_start, const int32_t* seq_lens,
+                                       const int32_t* block_table, int64_t table_stride, int64_t sequences,
+                                       int64_t heads, float scale, int64_t window) {
+    octavo::attention({octavo::Cache(*cache), q, q_stride, out, out_stride, query_start, seq_lens, block_table,
+                       table_stride, sequences, heads, scale, window});
 }

@@ -9,7 +9,16 @@
 #define OCT_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a signature or a layout changes; the Python side checks it.
-constexpr int kAbiVersion = 1;
+constexpr int kAbiVersion = 2;
+
+// A paged KV cache; kv_cache.h says how it lies in memory. page_size is a multiple of 16, head_dim one of 8, up to 256.
+struct OctavoKvCache {
+    void *keys, *values;
+    // One a kv head, for codes that have no scales beside them; otherwise null.
+    const float *key_scales, *value_scales;
+    int64_t kv_heads, head_dim, page_size;
+    int64_t format;  // 0 bf16, 1 int8, 2 fp8 e4m3, 3 fp8 e5m2
+};
 
 OCT_API int oct_abi_version();
 OCT_API const char* oct_best_isa();

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from octavo.backends.kv import KVSpec
+from octavo.backends.kv import KVFormat, KVSpec, LatentAttention
 from octavo.backends.names import DEVICES, check_device
 from octavo.errors import NotEnoughMemory
 
@@ -122,6 +122,10 @@ class KVCache:
     A page's keys are one contiguous row of `k`, with all that belongs to them (scales, say); its values one of `v`.
     """
 
+    k_scale: Tensor | None = None
+    """float32 [kv_heads], fixed; only in a format that has one for each head. `v_scale` is alike."""
+    v_scale: Tensor | None = None
+
     def __init__(self, k: Tensor, v: Tensor, page_size: int) -> None:
         self.k, self.v, self.page_size = k, v, page_size
 
@@ -166,13 +170,23 @@ class Device(ABC):
         """A replayable graph of `fn(batch)`, or None where the device has none."""
         return None
 
-    def kv_bytes_per_page(self, spec: KVSpec, page_size: int, dtype: torch.dtype) -> int:
+    def kv_bytes_per_page(
+        self, spec: KVSpec, page_size: int, dtype: torch.dtype, quantized: KVFormat | None = None
+    ) -> int:
         """Bytes of one layer's page."""
-        return spec.elements_per_token() * page_size * dtype.itemsize
+        if quantized is None:
+            return spec.elements_per_token() * page_size * dtype.itemsize
+        assert not isinstance(spec, LatentAttention), "no family with latent attention exists yet"
+        return 2 * quantized.page_bytes(spec.num_kv_heads * page_size, spec.head_dim)
 
     @abstractmethod
-    def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
-        """One layer's cache. Memory that is never written should cost nothing where the system allows."""
+    def allocate_kv(
+        self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, quantized: KVFormat | None = None
+    ) -> KVCache:
+        """One layer's cache, for a model that computes in `dtype`; kept in it, or as `quantized` says.
+
+        Memory that is never written should cost nothing where the system allows.
+        """
 
     def block_bytes(self, cache: KVCache) -> int:
         """Bytes of one block (page) of this layer: what `read_block` fills."""

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.backends.base import AttentionMeta, Device, Edits, KVCache, SamplingTensors
-from octavo.backends.kv import KVSpec, LatentAttention
+from octavo.backends.codes import CodedKVCache
+from octavo.backends.kv import KVFormat, KVSpec, LatentAttention
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -86,6 +87,10 @@ class Ops:
 
     def write_kv(self, k: Tensor, v: Tensor, cache: KVCache, meta: AttentionMeta) -> None:
         """Writes k and v [T, kv_heads, head_dim] into the slots of `meta`."""
+        if isinstance(cache, CodedKVCache):
+            cache.keys.write(k, meta.slots)
+            cache.values.write(v, meta.slots)
+            return
         cache.k.flatten(0, 1)[meta.slots] = k.to(cache.k.dtype)
         cache.v.flatten(0, 1)[meta.slots] = v.to(cache.v.dtype)
 
@@ -93,14 +98,18 @@ class Ops:
         """Causal attention of q [T, heads, head_dim] over each sequence's pages: [T, heads, head_dim].
 
         Query heads h of one kv head are consecutive. With `window`, a token sees itself and the window - 1 before it.
+        Keys and values are those that the cache holds, also of the tokens that this step has written: a prompt that is
+        cut into chunks sees no others. What no token sees may be anything, NaN too.
         """
         out = q.new_empty(q.shape)
         starts, lens = meta.query_start.tolist(), meta.seq_lens.tolist()
         for s, seq_len in enumerate(lens):
             rows = slice(starts[s], starts[s + 1])
-            blocks = meta.block_table[s, : -(-seq_len // meta.page_size)].long()
-            k = cache.k[blocks].flatten(0, 1)[:seq_len]
-            v = cache.v[blocks].flatten(0, 1)[:seq_len]
+            oldest = 0 if window is None else max(0, seq_len - (starts[s + 1] - starts[s]) + 1 - window)
+            first = oldest // meta.page_size  # pages before it may belong to others by now
+            blocks = meta.block_table[s, first : -(-seq_len // meta.page_size)].long()
+            seen = slice(0, seq_len - first * meta.page_size)
+            k, v = (t[seen] for t in _read(cache, blocks))
             out[rows] = _attend(q[rows], k, v, scale, window)
         return out
 
@@ -151,8 +160,15 @@ class Ops:
         return chosen.squeeze(1), rank, values, ids
 
 
+def _read(cache: KVCache, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of `blocks`, one after the other: [blocks * page_size, kv_heads, head_dim]."""
+    if isinstance(cache, CodedKVCache):
+        return cache.keys.read(blocks), cache.values.read(blocks)
+    return cache.k[blocks].flatten(0, 1), cache.v[blocks].flatten(0, 1)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """One sequence: q [L, heads, d] against k, v [seq_len, kv_heads, d], in float32."""
+    """One sequence: q [L, heads, d], its last positions, against k, v [keys, kv_heads, d], in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.float().repeat_interleave(group, dim=1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -256,7 +272,11 @@ class ReferenceDevice(Device):
         facts = psutil.virtual_memory()
         return facts.total, facts.available
 
-    def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
+    def allocate_kv(
+        self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, quantized: KVFormat | None = None
+    ) -> KVCache:
         assert not isinstance(spec, LatentAttention), "no family with latent attention exists yet"
+        if quantized is not None:
+            return CodedKVCache(spec, num_pages, page_size, quantized, _lazy_zeros)
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         return KVCache(_lazy_zeros(shape, dtype), _lazy_zeros(shape, dtype), page_size)

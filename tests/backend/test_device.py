@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import subprocess
@@ -18,7 +19,7 @@ from octavo.backends.cpu import lib, limits
 from octavo.backends.cpu.device import CpuDevice
 from octavo.backends.cpu.memory import Arena, lazy_zeros
 from octavo.backends.cpu.ops import CpuOps, PanelKVCache
-from octavo.backends.kv import FullAttention, KVGroup
+from octavo.backends.kv import KV_FORMATS, FullAttention, KVGroup
 from octavo.backends.reference import Ops
 from octavo.engine.pages import KVLayout
 from octavo.engine.runner import allocate_caches
@@ -94,7 +95,7 @@ def test_a_broken_library_is_not_a_missing_one(monkeypatch, tmp_path, content):
 
 def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(lib, "ABI_VERSION", 999)
-    with pytest.raises(DeviceUnavailable, match="interface version 1; limit: this Octavo needs 999"):
+    with pytest.raises(DeviceUnavailable, match="interface version 2; limit: this Octavo needs 999"):
         lib.Library(Path(lib.__file__).with_name("liboctavo_cpu.so"))
 
 
@@ -104,9 +105,9 @@ def test_kv_bytes_are_those_taken(dim):
     device = CpuDevice()
     device.open(0, 1)
     spec = FullAttention(3, dim)
-    for dtype in device.dtypes:
-        cache = device.allocate_kv(spec, 5, 32, dtype)
-        assert cache.k.nbytes + cache.v.nbytes == 5 * device.kv_bytes_per_page(spec, 32, dtype)
+    for dtype, form in itertools.product(device.dtypes, (None, *KV_FORMATS.values())):
+        cache = device.allocate_kv(spec, 5, 32, dtype, form)
+        assert cache.k.nbytes + cache.v.nbytes == 5 * device.kv_bytes_per_page(spec, 32, dtype, form)
         assert isinstance(cache, PanelKVCache) == (dtype is torch.bfloat16)
 
 

@@ -8,20 +8,23 @@ import pytest
 import torch
 
 from octavo.backends.base import open_device
-from octavo.backends.kv import FullAttention
+from octavo.backends.kv import KV_FORMATS, FullAttention
 
 BLOCKS, PAGE = 6, 32
 
 
 @pytest.mark.parametrize("dim", [64, 72, 20])
+@pytest.mark.parametrize(
+    "form", [None, *dict.fromkeys(KV_FORMATS.values())], ids=lambda form: getattr(form, "name", "")
+)
 @pytest.mark.parametrize(("name", "dtype"), [("cpu", torch.bfloat16), ("cpu", torch.float32),
                                              ("reference", torch.float32), ("reference", torch.float16)])  # fmt: skip
-def test_blocks_travel_whole_and_leave_others_alone(name, dtype, dim):
+def test_blocks_travel_whole_and_leave_others_alone(name, dtype, form, dim):
     device = open_device(name, threads=1)
     spec = FullAttention(random.randint(1, 4), dim)
-    cache, other = (device.allocate_kv(spec, BLOCKS, PAGE, dtype) for _ in range(2))
+    cache, other = (device.allocate_kv(spec, BLOCKS, PAGE, dtype, form) for _ in range(2))
     size = device.block_bytes(cache)
-    assert size == device.kv_bytes_per_page(spec, PAGE, dtype)
+    assert size == device.kv_bytes_per_page(spec, PAGE, dtype, form)
     contents = torch.randint(0, 256, (BLOCKS, size), dtype=torch.uint8)  # NaNs among them
 
     def block(source, index):

@@ -8,10 +8,11 @@ import os
 import torch
 
 from octavo.backends.base import Device, KVCache
+from octavo.backends.codes import CodedKVCache
 from octavo.backends.cpu import lib, limits
 from octavo.backends.cpu.memory import lazy_zeros
-from octavo.backends.cpu.ops import CpuOps, PanelKVCache, panel_elements, supports_head
-from octavo.backends.kv import KVSpec, LatentAttention
+from octavo.backends.cpu.ops import CpuOps, PanelKVCache, panel_bytes, supports_head
+from octavo.backends.kv import KVFormat, KVSpec, LatentAttention
 from octavo.backends.reference import Ops
 
 log = logging.getLogger(__name__)
@@ -45,16 +46,22 @@ class CpuDevice(Device):
     def memory(self) -> tuple[int, int]:
         return limits.memory()
 
-    def kv_bytes_per_page(self, spec: KVSpec, page_size: int, dtype: torch.dtype) -> int:
+    def kv_bytes_per_page(
+        self, spec: KVSpec, page_size: int, dtype: torch.dtype, quantized: KVFormat | None = None
+    ) -> int:
         if self._in_panels(spec, dtype):
             assert not isinstance(spec, LatentAttention)
-            return sum(panel_elements(spec, page_size)) * dtype.itemsize
-        return super().kv_bytes_per_page(spec, page_size, dtype)
+            return sum(panel_bytes(spec, page_size, quantized))
+        return super().kv_bytes_per_page(spec, page_size, dtype, quantized)
 
-    def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
+    def allocate_kv(
+        self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, quantized: KVFormat | None = None
+    ) -> KVCache:
         assert not isinstance(spec, LatentAttention), "no family with latent attention exists yet"
         if self._in_panels(spec, dtype):
-            return PanelKVCache(spec, num_pages, page_size)
+            return PanelKVCache(spec, num_pages, page_size, quantized)
+        if quantized is not None:
+            return CodedKVCache(spec, num_pages, page_size, quantized, lazy_zeros)
         shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
         return KVCache(lazy_zeros(shape, dtype), lazy_zeros(shape, dtype), page_size)
 

@@ -18,7 +18,7 @@ import torch
 
 from octavo.errors import DeviceUnavailable, UsageError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 """Best first."""
 
@@ -26,8 +26,8 @@ _P, _N = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pack_linear": (None, (_P, _N, _N, _N, _P)),
     "linear": (None, (_P, _N, _N, _P, _P, _N, _N, _P, _N, c_int)),
-    "write_kv": (None, (_P, _N, _P, _N, _P, _P, _P, _N, _N, _N, _N)),
-    "attention": (None, (_P, _N, _P, _N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _N, _N, c_float, _N)),
+    "write_kv": (None, (_P, _N, _P, _N, _P, _P, _N)),
+    "attention": (None, (_P, _N, _P, _N, _P, _P, _P, _P, _N, _N, _N, c_float, _N)),
     "rms_norm": (None, (_P, _N, _P, _P, _N, _N, c_float)),
     "add_rms_norm": (None, (_P, _P, _P, _P, _N, _N, c_float)),
     "rope": (None, (_P, _N, _P, _P, _N, _N, _N, _N)),
@@ -40,6 +40,15 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "logprobs": (None, (_P, _N, _N, _N, _P, _P, _P, _N, _P, _P)),
     "dequantize": (c_int, (c_int, _P, _N, _P, _N, c_int)),
 }
+
+
+class KVCacheLayout(ctypes.Structure):
+    """`OctavoKvCache` of octavo_cpu.h."""
+
+    _fields_ = (
+        ("keys", c_void_p), ("values", c_void_p), ("key_scales", c_void_p), ("value_scales", c_void_p),
+        ("kv_heads", c_int64), ("head_dim", c_int64), ("page_size", c_int64), ("format", c_int64),
+    )  # fmt: skip
 
 
 class Kernels:

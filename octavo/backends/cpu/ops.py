@@ -5,6 +5,7 @@ The wrappers run hundreds of times a step: they check what would crash, pass poi
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +13,9 @@ import torch
 from torch import Tensor
 
 from octavo.backends.base import AttentionMeta, KVCache, SamplingTensors
-from octavo.backends.cpu.lib import Kernels
+from octavo.backends.cpu.lib import Kernels, KVCacheLayout
 from octavo.backends.cpu.memory import Arena, lazy_zeros
-from octavo.backends.kv import FullAttention
+from octavo.backends.kv import FullAttention, KVFormat
 from octavo.backends.reference import Ops, PackedLinear
 
 LANES = 16
@@ -38,19 +39,32 @@ class PanelLinear(PackedLinear):
 
 
 class PanelKVCache(KVCache):
-    """Keys and values in panels of 16 tokens (`attention.cpp`)."""
+    """Keys and values in panels of 16 tokens (`kv_cache.h`), in bf16 or as 8-bit codes."""
 
-    def __init__(self, spec: FullAttention, num_pages: int, page_size: int) -> None:
+    def __init__(self, spec: FullAttention, num_pages: int, page_size: int, quantized: KVFormat | None = None) -> None:
         assert page_size % LANES == 0, page_size
         self.kv_heads, self.head_dim = spec.num_kv_heads, spec.head_dim
-        keys, values = panel_elements(spec, page_size)
-        super().__init__(lazy_zeros((num_pages, keys), BF16), lazy_zeros((num_pages, values), BF16), page_size)
+        dtype = BF16 if quantized is None else torch.uint8
+        keys, values = (size // dtype.itemsize for size in panel_bytes(spec, page_size, quantized))
+        super().__init__(lazy_zeros((num_pages, keys), dtype), lazy_zeros((num_pages, values), dtype), page_size)
+        if quantized is not None and not quantized.per_token_head:
+            self.k_scale, self.v_scale = torch.ones(self.kv_heads), torch.ones(self.kv_heads)
+        self._layout = KVCacheLayout(
+            self.k.data_ptr(), self.v.data_ptr(), None if self.k_scale is None else self.k_scale.data_ptr(),
+            None if self.v_scale is None else self.v_scale.data_ptr(), self.kv_heads, self.head_dim, page_size,
+            _FORMATS["bf16" if quantized is None else quantized.code],
+        )  # fmt: skip
+        self.layout_ptr = ctypes.addressof(self._layout)
 
 
-def panel_elements(spec: FullAttention, page_size: int) -> tuple[int, int]:
-    """Elements of one page: (keys, values)."""
-    tokens = spec.num_kv_heads * page_size
-    return tokens * spec.head_dim, tokens * _rounded_up(spec.head_dim)
+_FORMATS = {"bf16": 0, "int8": 1, "fp8_e4m3": 2, "fp8_e5m2": 3}
+
+
+def panel_bytes(spec: FullAttention, page_size: int, quantized: KVFormat | None) -> tuple[int, int]:
+    """Of one page: (keys, values)."""
+    vectors, widths = spec.num_kv_heads * page_size, (spec.head_dim, _rounded_up(spec.head_dim))
+    keys, values = (vectors * w * 2 if quantized is None else quantized.page_bytes(vectors, w) for w in widths)
+    return keys, values
 
 
 def supports_head(head_dim: int) -> bool:
@@ -149,8 +163,7 @@ class CpuOps(Ops):
         assert k.stride()[1:] == (head_dim, 1) and v.stride()[1:] == (head_dim, 1)
         assert meta.slots.dtype is torch.int64 and meta.slots.shape == (tokens,) and meta.slots.is_contiguous()
         self._kernels.write_kv(
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.k.data_ptr(), cache.v.data_ptr(),
-            meta.slots.data_ptr(), tokens, kv_heads, head_dim, cache.page_size,
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.layout_ptr, meta.slots.data_ptr(), tokens
         )  # fmt: skip
 
     def attention(self, q: Tensor, cache: KVCache, meta: AttentionMeta, scale: float, window: int | None) -> Tensor:
@@ -165,9 +178,8 @@ class CpuOps(Ops):
         assert start.shape[0] == lens.shape[0] + 1 and meta.page_size == cache.page_size
         out = torch.empty((tokens, heads, head_dim), dtype=BF16)
         self._kernels.attention(
-            q.data_ptr(), q.stride(0), out.data_ptr(), heads * head_dim, cache.k.data_ptr(), cache.v.data_ptr(),
-            start.data_ptr(), lens.data_ptr(), table.data_ptr(), table.stride(0), lens.shape[0], heads,
-            cache.kv_heads, head_dim, cache.page_size, scale, window or 0,
+            q.data_ptr(), q.stride(0), out.data_ptr(), heads * head_dim, cache.layout_ptr, start.data_ptr(),
+            lens.data_ptr(), table.data_ptr(), table.stride(0), lens.shape[0], heads, scale, window or 0,
         )  # fmt: skip
         return out
 

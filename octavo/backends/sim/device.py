@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.base import Device, KVCache, SamplingTensors
-from octavo.backends.kv import KVSpec
+from octavo.backends.kv import KVFormat, KVSpec
 from octavo.backends.reference import Ops
 from octavo.backends.sim.profiles import DEFAULT, GB, PROFILES
 from octavo.clock import SYSTEM_CLOCK, Clock
@@ -67,7 +67,9 @@ class SimDevice(Device):
     def memory(self) -> tuple[int, int]:
         return self.profile.memory, self.profile.memory - self._held
 
-    def allocate_kv(self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype) -> KVCache:
+    def allocate_kv(
+        self, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, quantized: KVFormat | None = None
+    ) -> KVCache:
         nothing = torch.empty((num_pages, page_size, 0, 0), dtype=dtype)
         return KVCache(nothing, nothing, page_size)
 
