@@ -55,7 +55,7 @@ class RankExecutor:
         self.worker = worker = Worker(config, 0, self._directory, progress)
         budget, reason = kv_budget(config, worker.device, config.tensor_parallel_size)
         budget = min(budget, worker.least(worker.device.memory()[1]))
-        sizing = size_kv(config, worker.device, worker.model.kv_groups, worker.dtype, budget, reason)
+        sizing = size_kv(config, worker.device, worker.model.kv_groups, worker.dtype, budget, reason, worker.quantized)
         if sizing.warning:
             log.warning("%s", sizing.warning)
         self.layout = sizing.layout
@@ -66,8 +66,10 @@ class RankExecutor:
 
     def _facts(self, sizing: Sizing, seconds: float) -> EngineFacts:
         worker = self.worker
+        dtype = str(worker.dtype).removeprefix("torch.")
         return EngineFacts(
-            pid=os.getpid(), device=worker.device.name, dtype=str(worker.dtype).removeprefix("torch."),
+            pid=os.getpid(), device=worker.device.name, dtype=dtype,
+            kv_cache_dtype=worker.quantized.name if worker.quantized else dtype,
             kernels=getattr(worker.device, "kernels", "reference"), num_blocks=sum(sizing.layout.num_blocks),
             block_size=sizing.layout.page_size, max_model_len=sizing.max_model_len,
             weights_bytes=worker.model.weights_bytes, kv_cache_bytes=sizing.kv_cache_bytes, load_seconds=seconds,

@@ -62,7 +62,8 @@ class EngineFacts(msgspec.Struct):
     weights_bytes: int
     kv_cache_bytes: int
     load_seconds: float
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = ""
+    """what the KV cache keeps: `dtype`, or a name of `backends.kv.KV_FORMATS`"""
     prefix_caching: bool = False
     fingerprint: str = ""
     """of everything that the numbers depend on: weights, precision, kernels, instruction set, page size"""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.base import Device, ForwardBatch, KVCache, allocating
-from octavo.backends.kv import KVGroup
+from octavo.backends.kv import KVFormat, KVGroup
 from octavo.engine.batch import BatchBuilder, Indices, Rows
 from octavo.engine.logprobs import token_logprobs
 from octavo.engine.pages import KVLayout
@@ -38,13 +38,14 @@ class Runner:
     def __init__(
         self, model: Model, device: Device, layout: KVLayout, dtype: torch.dtype, *, max_num_seqs: int,
         max_model_len: int, vocab_size: int, rank: int = 0, eos_token_ids: Sequence[int] = (),
+        quantized: KVFormat | None = None,
     ) -> None:  # fmt: skip
         self._model, self._device, self._rank, self._vocab_size = model, device, rank, vocab_size
         self._rows = Rows(max_num_seqs)
         self._builder = BatchBuilder(layout, max_num_seqs, max_model_len, device)
         self._sampler = Sampler(max_num_seqs, vocab_size, device, eos_token_ids)
         self._prompts: dict[int, tuple[Tensor, int]] = {}
-        self._kv = allocate_caches(model.kv_groups, device, layout, dtype)
+        self._kv = allocate_caches(model.kv_groups, device, layout, dtype, quantized)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -111,11 +112,13 @@ class Runner:
         return found
 
 
-def allocate_caches(groups: tuple[KVGroup, ...], device: Device, layout: KVLayout, dtype: torch.dtype) -> list[KVCache]:
+def allocate_caches(
+    groups: tuple[KVGroup, ...], device: Device, layout: KVLayout, dtype: torch.dtype, quantized: KVFormat | None
+) -> list[KVCache]:
     """One cache a layer, in layer order. Raises NotEnoughMemory."""
     with allocating("the KV cache", "free memory, raise its limit (ulimit -v), or lower --kv-cache-memory-bytes"):
         caches = {
-            layer: device.allocate_kv(group.spec, blocks, layout.page_size, dtype)
+            layer: device.allocate_kv(group.spec, blocks, layout.page_size, dtype, quantized)
             for group, blocks in zip(groups, layout.num_blocks, strict=True)
             for layer in group.layers
         }

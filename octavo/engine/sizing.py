@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.backends.base import Device
-from octavo.backends.kv import KVGroup
+from octavo.backends.kv import KVFormat, KVGroup
 from octavo.config import GIB, EngineConfig
 from octavo.engine.pages import KVLayout, peak_blocks
 from octavo.errors import NotEnoughMemory, UsageError
@@ -57,15 +57,16 @@ def kv_budget(config: EngineConfig, device: Device, num_ranks: int) -> tuple[int
 
 
 def size_kv(
-    config: EngineConfig, device: Device, groups: tuple[KVGroup, ...], dtype: torch.dtype, budget: int, reason: str
-) -> Sizing:
+    config: EngineConfig, device: Device, groups: tuple[KVGroup, ...], dtype: torch.dtype, budget: int, reason: str,
+    quantized: KVFormat | None = None,
+) -> Sizing:  # fmt: skip
     """Cuts `budget` bytes into blocks, never more than `max_num_seqs` longest sequences need.
 
     The context shrinks, and `warning` says so, where memory is short and the user did not name a length. Raises
     NotEnoughMemory where they did, or where not even one block fits.
     """
     page_size = choose_page_size(config, device)
-    page_bytes = [len(g.layers) * device.kv_bytes_per_page(g.spec, page_size, dtype) for g in groups]
+    page_bytes = [len(g.layers) * device.kv_bytes_per_page(g.spec, page_size, dtype, quantized) for g in groups]
     longest = -(-config.max_model_len // page_size)
     peaks = [peak_blocks(g.spec, page_size, config.max_model_len, config.max_num_batched_tokens) for g in groups]
 

@@ -18,9 +18,9 @@ import msgspec
 import torch
 
 from octavo.backends.base import Device, open_device
-from octavo.backends.kv import group_layers
+from octavo.backends.kv import KV_FORMATS, KVFormat, group_layers
 from octavo.backends.sim.device import SimDevice
-from octavo.config import EngineConfig
+from octavo.config import DTYPES, EngineConfig
 from octavo.dist.group import SINGLE, Group
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult
@@ -56,13 +56,14 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: int, directory: str, progress: Progress | None = None) -> None:
         self.config, self.rank = config, rank
         self.device, self.dtype = choose_device(config, rank)
+        self.quantized = choose_kv_format(config.kv_cache_dtype, self.device, self.dtype)
         checkpoint = open_checkpoint(Path(config.path), weights=not isinstance(self.device, SimDevice))
         if rank == 0:
-            _check_kv(config, checkpoint.spec, self.device, self.dtype)
+            _check_kv(config, checkpoint.spec, self.device, self.dtype, self.quantized)
         self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
         self.model: Decoder | SimulatedDecoder
         if isinstance(self.device, SimDevice):
-            self.model = SimulatedDecoder(checkpoint, self.device, self.dtype, self.group.size)
+            self.model = SimulatedDecoder(checkpoint, self.device, self.dtype, self.group.size, self.quantized)
         else:
             self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
 
@@ -77,19 +78,21 @@ class Worker:
         self._runner = Runner(
             self.model, self.device, layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
             max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
-            eos_token_ids=self.config.eos_token_ids,
+            eos_token_ids=self.config.eos_token_ids, quantized=self.quantized,
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._runner.run(plan)
 
 
-def _check_kv(config: EngineConfig, spec: DecoderSpec, device: Device, dtype: torch.dtype) -> None:
+def _check_kv(
+    config: EngineConfig, spec: DecoderSpec, device: Device, dtype: torch.dtype, quantized: KVFormat | None
+) -> None:
     """Raises what `size_kv` will raise once the weights have taken their memory, where that is certain by now."""
     ranks = config.tensor_parallel_size
     check_divisible(spec, ranks)
     groups = group_layers(spec.kv_specs(spec.num_kv_heads // ranks))
-    size_kv(config, device, groups, dtype, *kv_budget(config, device, ranks))
+    size_kv(config, device, groups, dtype, *kv_budget(config, device, ranks), quantized)
 
 
 def choose_device(config: EngineConfig, rank: int) -> tuple[Device, torch.dtype]:
@@ -112,6 +115,19 @@ def choose_device(config: EngineConfig, rank: int) -> tuple[Device, torch.dtype]
         return device, torch.bfloat16
     known = ", ".join(str(d).removeprefix("torch.") for d in device.dtypes)
     raise UsageError(f"--dtype {config.dtype} is not for the device {device.name}", limit=known, param="dtype")
+
+
+def choose_kv_format(name: str, device: Device, dtype: torch.dtype) -> KVFormat | None:
+    """How the KV cache keeps its numbers; None: as the model computes them. Raises UsageError."""
+    computed = str(dtype).removeprefix("torch.")
+    if DTYPES.get(name) in ("auto", computed):
+        return None
+    if name in KV_FORMATS:
+        return KV_FORMATS[name]
+    raise UsageError(
+        f"--kv-cache-dtype {name[:80]} cannot be used on the device {device.name}, which computes in {computed}",
+        limit=", ".join(("auto", computed, *KV_FORMATS)), fix="choose one of them", param="kv_cache_dtype",
+    )  # fmt: skip
 
 
 def _join(rank: int, size: int, device: Device, directory: str) -> Group:

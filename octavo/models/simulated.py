@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.base import AttentionMeta, ForwardBatch, KVCache
-from octavo.backends.kv import KVGroup, KVSpec, SlidingWindow, group_layers
+from octavo.backends.kv import KVFormat, KVGroup, KVSpec, SlidingWindow, group_layers
 from octavo.backends.sim.device import SimDevice
 from octavo.models.checkpoint import Checkpoint
 from octavo.models.spec import check_divisible
@@ -24,7 +24,10 @@ class SimulatedDecoder:
     Raises UsageError if the ranks cannot share the model evenly, NotEnoughMemory if its weights do not fit.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: SimDevice, dtype: torch.dtype, ranks: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: SimDevice, dtype: torch.dtype, ranks: int,
+        quantized: KVFormat | None = None,
+    ) -> None:  # fmt: skip
         spec = checkpoint.spec
         check_divisible(spec, ranks)
         self.kv_groups: tuple[KVGroup, ...] = group_layers(spec.kv_specs(spec.num_kv_heads // ranks))
@@ -37,7 +40,7 @@ class SimulatedDecoder:
         device.hold(self.weights_bytes)
         page = device.default_page_size
         self._kv_token_bytes = [
-            len(g.layers) * device.kv_bytes_per_page(g.spec, page, dtype) / page for g in self.kv_groups
+            len(g.layers) * device.kv_bytes_per_page(g.spec, page, dtype, quantized) / page for g in self.kv_groups
         ]
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Tensor:

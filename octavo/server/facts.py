@@ -35,9 +35,10 @@ async def version(serving: Serving, request: Request) -> Response:
     return json_response(
         {
             "version": octavo.__version__, "model": serving.llm.model_names[0], "device": known.device,
-            "dtype": known.dtype, "kernels": known.kernels, "max_model_len": known.max_model_len,
-            "block_size": known.block_size, "num_blocks": known.num_blocks, "weights_bytes": known.weights_bytes,
-            "kv_cache_bytes": known.kv_cache_bytes, "load_seconds": round(known.load_seconds, 3),
+            "dtype": known.dtype, "kv_cache_dtype": known.kv_cache_dtype, "kernels": known.kernels,
+            "max_model_len": known.max_model_len, "block_size": known.block_size, "num_blocks": known.num_blocks,
+            "weights_bytes": known.weights_bytes, "kv_cache_bytes": known.kv_cache_bytes,
+            "load_seconds": round(known.load_seconds, 3),
             "default_sampling": default_sampling(serving.llm.default_params),
         }
     )  # fmt: skip

@@ -95,7 +95,8 @@ class EngineCollector(Collector):
     def _cache_config(self) -> Metric:
         facts = self.facts()
         values = {
-            "block_size": facts.block_size, "cache_dtype": facts.dtype, "enable_prefix_caching": facts.prefix_caching,
+            "block_size": facts.block_size, "cache_dtype": facts.kv_cache_dtype,
+            "enable_prefix_caching": facts.prefix_caching,
             "num_gpu_blocks": facts.num_blocks, "kv_cache_memory_bytes": facts.kv_cache_bytes, "engine": "0",
         }  # fmt: skip
         info = GaugeMetricFamily(names.CACHE_CONFIG_INFO, "Settings of the KV cache.", labels=list(values))

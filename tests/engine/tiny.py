@@ -13,7 +13,7 @@ from octavo.engine.pages import KVLayout
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.types import MAX_CHOICES, Request, SamplingParams, TokenEvent
-from octavo.engine.worker import choose_device
+from octavo.engine.worker import choose_device, choose_kv_format
 from octavo.models.checkpoint import open_checkpoint
 from octavo.models.loader import load_model
 
@@ -64,15 +64,16 @@ class LocalEngine:
 
     def __init__(
         self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16,
-        device_name: str = "reference",
+        device_name: str = "reference", kv_cache_dtype: str = "auto",
     ) -> None:  # fmt: skip
         device, dtype = choose_device(config_for(folder, device=device_name, threads=1), rank=0)
         checkpoint = open_checkpoint(folder)
         model = load_model(checkpoint, device, dtype)
         layout = KVLayout(page_size, tuple(g.spec for g in model.kv_groups), (blocks,) * len(model.kv_groups))
-        limits = {"max_num_seqs": seqs, "max_model_len": checkpoint.spec.context_len, "vocab_size": VOCAB}
+        spec, quantized = checkpoint.spec, choose_kv_format(kv_cache_dtype, device, dtype)
+        limits = {"max_num_seqs": seqs, "max_model_len": spec.context_len, "vocab_size": spec.vocab_size}
         limits["eos_token_ids"] = checkpoint.eos_token_ids
-        self.runner = Runner(model, device, layout, dtype, **limits)
+        self.runner = Runner(model, device, layout, dtype, quantized=quantized, **limits)
         self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits)
 
     def run(self, *requests: Request) -> dict[str, list[list[TokenEvent]]]:

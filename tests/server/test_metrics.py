@@ -13,7 +13,7 @@ from octavo.engine.types import SamplingParams
 from octavo.errors import EngineDead
 from octavo.server.metrics import MAX_UNKNOWN_FIELDS, Metrics
 
-FACTS = EngineFacts(1, "cpu", "float32", "reference", 10, 16, 512, 1000, 2000, 0.1)
+FACTS = EngineFacts(1, "cpu", "float32", "reference", 10, 16, 512, 1000, 2000, 0.1, "fp8_e4m3")
 
 
 def make(stats: Stats | None = None) -> Metrics:
@@ -51,7 +51,8 @@ def test_engine_stats_appear_under_vllms_names():
         "vllm:iteration_tokens_total_bucket{le=64.0}": 7,
     }  # fmt: skip
     assert {name: shown[name] for name in expected} == expected
-    assert any(name.startswith("vllm:cache_config_info{") and "num_gpu_blocks=10" in name for name in shown)
+    [config] = (name for name in shown if name.startswith("vllm:cache_config_info{"))
+    assert "num_gpu_blocks=10" in config and "cache_dtype=fp8_e4m3" in config
 
 
 async def deltas(end: Exception | None = None) -> AsyncGenerator[list[ChoiceDelta], None]:
