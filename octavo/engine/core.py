@@ -81,6 +81,7 @@ class Engine:
             eos_token_ids=config.eos_token_ids, seed=config.seed, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
         )  # fmt: skip
         overlapped = config.async_scheduling and config.speculative_config is None
         self._runner = ThreadPoolExecutor(1, "octavo-runner") if overlapped else None

@@ -62,9 +62,9 @@ class RankExecutor:
         prepare = Prepare(sizing.layout.page_size, sizing.layout.num_blocks, sizing.max_model_len)
         self._tell(prepare)
         worker.prepare(prepare)
-        self.facts = self._facts(sizing, time.monotonic() - begin)
+        self.facts = self._facts(config, sizing, time.monotonic() - begin)
 
-    def _facts(self, sizing: Sizing, seconds: float) -> EngineFacts:
+    def _facts(self, config: EngineConfig, sizing: Sizing, seconds: float) -> EngineFacts:
         worker = self.worker
         dtype = str(worker.dtype).removeprefix("torch.")
         return EngineFacts(
@@ -73,6 +73,7 @@ class RankExecutor:
             kernels=getattr(worker.device, "kernels", "reference"), num_blocks=sum(sizing.layout.num_blocks),
             block_size=sizing.layout.page_size, max_model_len=sizing.max_model_len,
             weights_bytes=worker.model.weights_bytes, kv_cache_bytes=sizing.kv_cache_bytes, load_seconds=seconds,
+            prefix_caching=config.enable_prefix_caching,
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:

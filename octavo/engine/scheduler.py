@@ -19,9 +19,10 @@ from typing import Any
 
 from octavo.engine.intake import Name, Queue, check_request, seed_source
 from octavo.engine.messages import Stats
-from octavo.engine.pages import KVBlocks, KVLayout
+from octavo.engine.pages import KVBlocks, KVLayout, Start
 from octavo.engine.plan import Chunk, Move, Sampled, StepPlan, StepResult
 from octavo.engine.sequence import Sequence
+from octavo.engine.starts import keys_of, start_of
 from octavo.engine.types import Request, TokenEvent, TokenLogprobs
 from octavo.errors import InvalidRequest, OctavoError, to_wire
 from octavo.wire.metric_names import ITERATION_BUCKETS
@@ -45,7 +46,7 @@ class Scheduler:
         self, layout: KVLayout, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int,
         vocab_size: int, eos_token_ids: Iterable[int], seed: int = 0, policy: str = "fcfs",
         long_prefill_token_threshold: int = 0, max_num_queued_reqs: int | None = None,
-        max_num_queued_tokens: int | None = None,
+        max_num_queued_tokens: int | None = None, enable_prefix_caching: bool = True,
     ) -> None:  # fmt: skip
         self.blocks = KVBlocks(layout)
         self.max_num_seqs = max_num_seqs
@@ -55,6 +56,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.by_priority = policy == "priority"
         self.longest_chunk = min(long_prefill_token_threshold or max_num_batched_tokens, max_num_batched_tokens)
+        self.prefix_caching = enable_prefix_caching
         self.queue = Queue(max_num_queued_reqs, max_num_queued_tokens)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -91,6 +93,8 @@ class Scheduler:
                 list(carried[choice]),
                 prompt_logprobs=[] if sampling.prompt_logprobs is not None and choice == 0 else None,
             )  # fmt: skip
+            if self.prefix_caching:
+                sequence.keys = keys_of(sequence, self.blocks.layout.page_size)
             self._next_id += 1
             self._sequences[sequence.sequence_id] = sequence
             sequences.append(sequence)
@@ -204,7 +208,10 @@ class Scheduler:
     def _yield_to_urgent(self) -> None:
         """Preempts running sequences for the first waiting one, if it is of better priority and lacks a place."""
         urgent = next((s for s in self.waiting if s.request.client_id not in self.paused_clients), None)
-        while urgent is not None and self.running and not self._has_place(urgent):
+        while urgent is not None and self.running:
+            start = self._start_of(urgent)
+            if start is None or self._has_place(urgent, start):
+                return
             if self.running[-1].priority <= urgent.priority:
                 return
             self._preempt(self.running[-1])
@@ -216,27 +223,49 @@ class Scheduler:
         though only the first chunk's are taken.
         """
         for sequence in [s for s in self.waiting if s.request.client_id not in self.paused_clients]:
-            if budget == 0:
+            if budget == 0 or (len(self.running) >= self.max_num_seqs and not self.paused_clients):
                 break
-            while not self._has_place(sequence) and (paused := self._last_paused()):
+            start = self._start_of(sequence)
+            if start is None:
+                continue
+            while not self._has_place(sequence, start) and (paused := self._last_paused()):
                 self._preempt(paused)
-            if not self._has_place(sequence):
+            if not self._has_place(sequence, start):
                 break
-            length = min(sequence.num_expected_tokens, budget, self.longest_chunk)
-            self.blocks.extend(sequence.held, length)
-            del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
-            insort(self.running, sequence, key=_key)
-            if sequence.first_scheduled_time is None:
-                sequence.first_scheduled_time = now
-                self.stats.prompt_tokens += sequence.num_prompt_tokens
-                self.queue.started((sequence.request.client_id, sequence.request.request_id), now)
+            self._begin(sequence, start, now)
+            length = min(sequence.num_expected_tokens - start.num_tokens, budget, self.longest_chunk)
+            self.blocks.extend(sequence.held, start.num_tokens + length)
             chunks.append(sequence.plan_chunk(length))
             budget -= length
 
-    def _has_place(self, sequence: Sequence) -> bool:
+    def _start_of(self, sequence: Sequence) -> Start | None:
+        return start_of(sequence, self._requests[sequence.request.client_id, sequence.request.request_id], self.blocks)
+
+    def _has_place(self, sequence: Sequence, start: Start) -> bool:
         if len(self.running) >= self.max_num_seqs:
             return False
-        return self.blocks.can_start(sequence.num_expected_tokens, self.max_num_batched_tokens, self._reserved())
+        most = self.max_num_batched_tokens
+        return self.blocks.can_start(sequence.num_expected_tokens, most, self._reserved(), start)
+
+    def _begin(self, sequence: Sequence, start: Start, now: float) -> None:
+        copies, _ = self.blocks.begin(sequence.held, start)
+        self._moves += copies
+        sequence.begin(start.num_tokens)
+        del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
+        insort(self.running, sequence, key=_key)
+        if sequence.first_scheduled_time is None:
+            sequence.first_scheduled_time = now
+            self.queue.started((sequence.request.client_id, sequence.request.request_id), now)
+            self._count_start(sequence, start)
+
+    def _count_start(self, sequence: Sequence, start: Start) -> None:
+        stats = self.stats
+        stats.prompt_tokens += sequence.num_prompt_tokens
+        if sequence.keys is not None and sequence.prompt_logprobs is None:
+            stats.prefix_queries += sequence.num_tokens
+            stats.prefix_hits += start.num_tokens
+        sequence.num_cached_tokens = cached = min(start.num_tokens, sequence.num_prompt_tokens)
+        stats.cached_by_source["device"] = stats.cached_by_source.get("device", 0) + cached
 
     def _reserved(self) -> list[int] | None:
         """Blocks that running sequences in the middle of prefill still take. Without a limit on chunks there are none:
@@ -263,6 +292,8 @@ class Scheduler:
             elif chunk.sample:
                 error = _not_a_number(sequence) if tokens is None else _no_token(sequence)
                 events.append(self._finish(sequence, "error", error=error))
+            else:
+                self._register(sequence)
         for sequence_id, drafts in result.drafts.items():
             if (drafted := self._sequences.get(sequence_id)) is not None:
                 drafted.draft_token_ids = drafts
@@ -279,10 +310,16 @@ class Scheduler:
         sequence.pending -= chunk.sample
         if sequence.epoch == epoch:
             sequence.computed(chunk, len(tokens or ()))
-            if sequence.prompt_logprobs is not None and prompt_logprobs:
-                sequence.prompt_logprobs += prompt_logprobs
+        if sequence.prompt_logprobs is not None and prompt_logprobs and (sequence.epoch == epoch or chunk.sample):
+            sequence.prompt_logprobs += prompt_logprobs
         if chunk.num_drafts:
             self._count_drafts(chunk.num_drafts, len(tokens or ()) - 1)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Lets what is computed and known for good be found by others."""
+        if sequence.keys is not None:
+            final = min(sequence.num_computed_tokens, sequence.num_tokens)
+            self.blocks.register(sequence.held, sequence.keys, final)
 
     def _count_drafts(self, drafted: int, accepted: int) -> None:
         stats = self.stats
@@ -345,11 +382,12 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sampled: list[Sampled]) -> tuple[str, TokenEvent]:
         """Adds tokens up to the one that ends the sequence, if one does."""
-        first = sequence.choice == 0 and len(sequence.output_token_ids) == sequence.num_carried_tokens
-        if first and sequence.first_scheduled_time is not None:
+        first = len(sequence.output_token_ids) == sequence.num_carried_tokens
+        if first and sequence.choice == 0 and sequence.first_scheduled_time is not None:
             name = (sequence.request.client_id, sequence.request.request_id)
             self._timings[name] = (sequence.queued_time, sequence.first_scheduled_time)
         event = TokenEvent(sequence.request.request_id, sequence.choice)
+        event.cached_tokens = sequence.num_cached_tokens if first else 0
         reason: str | None = None
         for one in sampled:
             sequence.output_token_ids.append(one.token_id)
@@ -360,6 +398,7 @@ class Scheduler:
             if reason is not None:
                 break
         self.stats.generation_tokens += len(event.token_ids)
+        self._register(sequence)
         if sequence.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *sequence.prompt_logprobs]
             sequence.prompt_logprobs = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from octavo.engine.pages import BlockTables
 from octavo.engine.plan import UNKNOWN, Chunk, NewSequence
+from octavo.engine.prefix import ChainKeys
 from octavo.engine.types import Request, TokenLogprobs
 
 
@@ -41,6 +42,10 @@ class Sequence:
     """a chunk with drafts is under way: how many tokens it gives is not known"""
     epoch: int = 0
     """times that it was preempted; what a step computed in another epoch is gone"""
+    keys: ChainKeys | None = None
+    """of its full blocks; None without a prefix cache"""
+    num_cached_tokens: int = 0
+    """of the prompt, that were not computed when it first started"""
     first_scheduled_time: float | None = None
     """seconds since the epoch, set by the first plan that holds it"""
     known_to_runners: bool = False
@@ -98,15 +103,20 @@ class Sequence:
             tokens.append(UNKNOWN)
         if num_drafts:
             tokens += self.draft_token_ids[:num_drafts]
-        new = tuple(table[sent:] for table, sent in zip(self.held.tables, self.blocks_sent, strict=True))
+        told = tuple(map(max, self.blocks_sent, self.held.trimmed))
+        new = tuple(table[first:] for table, first in zip(self.held.tables, told, strict=True))
         wants_logprobs = self.prompt_logprobs is not None and start < self.num_prompt_tokens - 1
-        chunk = Chunk(self.sequence_id, start, tokens, tuple(self.blocks_sent), new, sample, wants_logprobs, num_drafts)
+        chunk = Chunk(self.sequence_id, start, tokens, told, new, sample, wants_logprobs, num_drafts)
         self.blocks_sent = [len(table) for table in self.held.tables]
         self.num_planned_tokens = end + num_drafts
         self.pending += sample
         self.drafting = num_drafts > 0
         self.draft_token_ids = []
         return chunk
+
+    def begin(self, num_tokens: int) -> None:
+        """Its tables hold so many tokens that it need not compute."""
+        self.num_computed_tokens = self.num_planned_tokens = num_tokens
 
     def introduction(self) -> NewSequence:
         self.known_to_runners = True
@@ -143,5 +153,5 @@ class Sequence:
         self.num_computed_tokens = 0
         self.back_to_computed()
         self.pending = pending
-        if self.prompt_logprobs is not None:
+        if self.prompt_logprobs is not None and not pending:  # those of the whole prompt come with a pending token
             self.prompt_logprobs = []

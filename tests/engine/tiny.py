@@ -64,7 +64,7 @@ class LocalEngine:
 
     def __init__(
         self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16,
-        device_name: str = "reference", kv_cache_dtype: str = "auto",
+        device_name: str = "reference", kv_cache_dtype: str = "auto", **settings: bool | int,
     ) -> None:  # fmt: skip
         device, dtype = choose_device(config_for(folder, device=device_name, threads=1), rank=0)
         checkpoint = open_checkpoint(folder)
@@ -74,7 +74,7 @@ class LocalEngine:
         limits = {"max_num_seqs": seqs, "max_model_len": spec.context_len, "vocab_size": spec.vocab_size}
         limits["eos_token_ids"] = checkpoint.eos_token_ids
         self.runner = Runner(model, device, layout, dtype, quantized=quantized, **limits)
-        self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits)
+        self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits, **settings)
 
     def run(self, *requests: Request) -> dict[str, list[list[TokenEvent]]]:
         """Request id to the events of each choice."""

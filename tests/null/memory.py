@@ -1,25 +1,31 @@
 """A runner without arithmetic: it keeps what the plans make it write, page by page, and answers from what it can read.
 
-A token depends on every token that the sequence should see, read back through the block tables that the plans
-brought. So a wrong block, a lost token or a page given to two sequences changes answers or fails an assertion.
+What is kept at a position stands for all tokens up to it, as keys and values do, and whoever should see it checks it
+through the block tables that the plans brought. So a wrong block, a lost token, a shared block that is written, or a
+prefix that was another's fails an assertion.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from octavo.backends.kv import SlidingWindow
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import UNKNOWN, Chunk, NewSequence, Sampled, StepPlan, StepResult
+from octavo.engine.plan import COPY, UNKNOWN, Chunk, Move, NewSequence, Sampled, StepPlan, StepResult
 from octavo.engine.types import TokenLogprobs
+
+
+def values_of(tokens: list[int], start: int = 7) -> list[int]:
+    """What stands for the tokens up to each of them."""
+    chain = accumulate(tokens, lambda value, token: (value * 1000003 + token + 1) % (1 << 61), initial=start)
+    return list(chain)[1:]
 
 
 def next_token(tokens: list[int], vocab_size: int) -> int:
     """The answer of the null model to a context."""
-    value = 7
-    for token in tokens:
-        value = (value * 1000003 + token + 1) % (1 << 61)
-    return (value >> 20) % vocab_size
+    return (values_of(tokens)[-1] >> 20) % vocab_size
 
 
 def continuation(prompt: list[int], length: int, vocab_size: int) -> list[int]:
@@ -35,6 +41,16 @@ class Known:
     tables: list[dict[int, int]]
     tokens: list[int]
     """known so far, in order"""
+    values: list[int] = field(default_factory=list)
+    """what stands for the first of them"""
+    root: int = 0
+    """stands for what else they depend on, such as an adapter"""
+
+    def value(self, position: int) -> int:
+        if len(self.values) <= position:
+            before = self.values[-1] if self.values else 7 + self.root
+            self.values += values_of(self.tokens[len(self.values) : position + 1], before)
+        return self.values[position]
 
 
 class NullRunner:
@@ -43,15 +59,18 @@ class NullRunner:
     def __init__(self, layout: KVLayout, vocab_size: int, max_num_seqs: int, guesses: int = 0) -> None:
         self.guesses = guesses
         self.layout, self.vocab_size, self.max_num_seqs = layout, vocab_size, max_num_seqs
-        self.memory: list[dict[tuple[int, int], tuple[int, int, int]]] = [{} for _ in layout.specs]
+        self.memory: list[dict[tuple[int, int], int]] = [{} for _ in layout.specs]
         self.known: dict[int, Known] = {}
+        self.root_of: Callable[[NewSequence], int] = lambda new: new.adapter
 
     def run(self, plan: StepPlan) -> StepResult:
+        self.move(plan.moves)
         for sequence_id in plan.removed:
             self.known.pop(sequence_id, None)
         for new in plan.added:
             tokens = [*new.prompt_token_ids, *new.output_token_ids]
-            self.known[new.sequence_id] = Known(new, [{} for _ in self.layout.specs], tokens)
+            tables: list[dict[int, int]] = [{} for _ in self.layout.specs]
+            self.known[new.sequence_id] = Known(new, tables, tokens, root=self.root_of(new))
         assert len(self.known) <= self.max_num_seqs, "runners were not told to forget"
         assert len({c.sequence_id for c in plan.chunks}) == len(plan.chunks), "a sequence has two chunks in a step"
         for chunk in plan.chunks:
@@ -74,6 +93,15 @@ class NullRunner:
                 prompt_logprobs[chunk.sequence_id] = [TokenLogprobs([t], [-float(t)], 1) for t in following]
         return StepResult(sampled, prompt_logprobs, drafts)
 
+    def move(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            assert move.kind == COPY
+            memory = self.memory[move.group]
+            for offset in range(self.layout.page_size):
+                memory.pop((move.target, offset), None)
+                if (move.source, offset) in memory:
+                    memory[move.target, offset] = memory[move.source, offset]
+
     def _sample(self, tokens: list[int], num_drafts: int) -> list[int]:
         """The tokens that follow: as many as drafts at the end of `tokens` were right, and one."""
         given: list[int] = []
@@ -85,32 +113,26 @@ class NullRunner:
 
     def _write(self, chunk: Chunk) -> None:
         assert chunk.token_ids, "an empty chunk"
-        tables, tokens = self.known[chunk.sequence_id].tables, self.known[chunk.sequence_id].tokens
-        assert chunk.start <= len(tokens) and UNKNOWN not in chunk.token_ids
-        tokens[chunk.start : chunk.end] = chunk.token_ids
+        known = self.known[chunk.sequence_id]
+        assert chunk.start <= len(known.tokens) and UNKNOWN not in chunk.token_ids
+        known.tokens[chunk.start : chunk.end] = chunk.token_ids
+        del known.values[chunk.start :]
         size = self.layout.page_size
         for group, (first, new) in enumerate(zip(chunk.first_new_block, chunk.new_blocks, strict=True)):
             for offset, block in enumerate(new):
                 assert 0 <= block < self.layout.num_blocks[group]
-                tables[group][first + offset] = block
-            for position, token in enumerate(chunk.token_ids, chunk.start):
-                place = (tables[group][position // size], position % size)
-                self.memory[group][place] = (chunk.sequence_id, position, token)
+                known.tables[group][first + offset] = block
+            for position in range(chunk.start, chunk.end):
+                place = (known.tables[group][position // size], position % size)
+                self.memory[group][place] = known.value(position)
 
     def _read(self, chunk: Chunk) -> list[int]:
-        """All tokens of the sequence up to the chunk's end, each read wherever some group must still hold it."""
-        tokens = self.known[chunk.sequence_id].tokens[: chunk.start]
+        """All tokens of the sequence up to the chunk's end, once all that this chunk looks at is seen to be there."""
+        known, size = self.known[chunk.sequence_id], self.layout.page_size
         for group, spec in enumerate(self.layout.specs):
-            start = max(0, chunk.start - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
-            seen = [self._at(chunk.sequence_id, group, position) for position in range(start, chunk.end)]
-            if start == 0:
-                tokens = seen
-            else:
-                assert tokens[start:] == seen[: len(tokens) - start]
-        return tokens
-
-    def _at(self, sequence_id: int, group: int, position: int) -> int:
-        block = self.known[sequence_id].tables[group][position // self.layout.page_size]
-        owner, where, token = self.memory[group][block, position % self.layout.page_size]
-        assert (owner, where) == (sequence_id, position), f"block {block} holds another's tokens"
-        return token
+            first = max(0, chunk.start - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
+            for position in range(first, chunk.end):
+                block = known.tables[group][position // size]
+                found = self.memory[group].get((block, position % size))
+                assert found == known.value(position), f"block {block} holds another's tokens"
+        return known.tokens[: chunk.end]

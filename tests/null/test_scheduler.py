@@ -146,7 +146,7 @@ def test_choices_are_sequences_and_end_one_by_one():
     assert [(c, e.choice, e.finish_reason) for c, e in events] == [("c", 1, "abort")]
     assert scheduler.abort("c", "r", [1]) == []
     answers = finish(scheduler, runner)
-    assert {k: len(tokens_of(v)) for k, v in answers.items()} == {("r", 0): 4, ("r", 2): 4}
+    assert {k: len(tokens_of(v)) for k, v in answers.items()} == {("r", 0): 4, ("r", 2): 5}
 
 
 def test_carried_tokens_continue_and_complete_answers_end_at_once():
@@ -421,6 +421,8 @@ class Life(RuleBasedStateMachine):
             self.loop.running = None
             if data.draw(st.booleans()):
                 self.scheduler.plan(0.0)  # the one after it, which never starts
+        else:
+            self.runner.move(plan.moves)
         if aside and self.scheduler.set_aside_newest(plan):
             self.take(self.step())
             events = self.scheduler.end_suspect(OctavoError("x"))

@@ -1,0 +1,52 @@
+"""What a waiting sequence begins with instead of computing it: what a sibling or the prefix cache has. No torch.
+
+The choices of a request have one prompt. The first that runs computes it; the others wait, in their places, and then
+share its full blocks and copy the last one. Where there is no sibling to fork from, since it ended, was preempted or
+has let go of what a window no longer needs, whoever comes next computes the prompt, with what the cache has of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from octavo.engine.pages import NOTHING, KVBlocks, Start
+from octavo.engine.prefix import ChainKeys, root_key
+from octavo.engine.sequence import Sequence
+
+
+def keys_of(sequence: Sequence, page_size: int) -> ChainKeys:
+    request = sequence.request
+    adapter = None if request.adapter is None else request.adapter.encode()
+    root = root_key(request.cache_salt, adapter, request.multimodal)
+    return ChainKeys(root, page_size, request.prompt_token_ids, sequence.output_token_ids)
+
+
+def start_of(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks) -> Start | None:
+    """The most that is there; None while a sibling is computing the prompt.
+
+    At least one token is left to compute, as without it none can be sampled. A prompt whose logprobs are wanted is
+    computed whole.
+    """
+    if sequence.prompt_logprobs is not None:
+        return NOTHING
+    most = min(sequence.num_tokens, sequence.num_expected_tokens - 1)
+    forked = _fork(sequence, siblings, blocks, min(sequence.num_prompt_tokens, most))
+    if forked is None:
+        return None
+    found = NOTHING if sequence.keys is None else blocks.find(sequence.keys, most)
+    return found if found.num_tokens > forked.num_tokens else forked
+
+
+def _fork(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks, num_shared: int) -> Start | None:
+    """The prompt's first `num_shared` tokens as a running sibling has them; None while one is computing them."""
+    start: Start | None = NOTHING
+    for sibling in siblings if num_shared else ():
+        if not sibling.held.tables[0]:
+            continue
+        if sibling.num_computed_tokens < num_shared:
+            start = None
+        elif (there := blocks.start_of(sibling.held, num_shared)) is not None:
+            if sequence.keys is not None and sibling.keys is not None:
+                sequence.keys.follow(sibling.keys, num_shared // blocks.layout.page_size)
+            return there
+    return start
