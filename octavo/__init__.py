@@ -12,16 +12,21 @@ if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.outputs import CompletionOutput, RequestOutput
-    from octavo.engine.types import SamplingParams
+    from octavo.engine.types import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "AsyncLLM", "CompletionOutput", "RepetitionDetectionParams", "RequestOutput", "RequestOutputKind",
+    "SamplingParams", "__version__",
+]  # fmt: skip
 
 _LAZY = {
     "LLM": "octavo.engine.llm",
     "AsyncLLM": "octavo.engine.async_llm",
     "CompletionOutput": "octavo.engine.outputs",
     "RequestOutput": "octavo.engine.outputs",
+    "RepetitionDetectionParams": "octavo.engine.types",
+    "RequestOutputKind": "octavo.engine.types",
     "SamplingParams": "octavo.engine.types",
 }
 

@@ -134,7 +134,8 @@ class EngineArgs:
     max_lora_rank: int = _number(64, 1, 512)
     seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
     """of requests that bring none: 0 draws theirs from the system, another number makes a fixed series of them"""
-    max_logprobs: int = _number(20, 0, 1 << 20)
+    max_logprobs: int = _number(20, -1, 1 << 20)
+    """that a request may ask for at each token; -1: as many as the vocabulary has"""
     chat_template: str | None = None
     generation_config: str = "auto"
     download_dir: str | None = None

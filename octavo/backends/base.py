@@ -58,25 +58,18 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class Penalties:
-    """N rows of the logits with penalties. Row `rows[i]` has those of the distinct tokens that stand at `starts[i]` and
-    the `lengths[i] - 1` places after it; tokens and counts last between steps, and hold more than a step looks at."""
+    """The P places in the logits that some penalty touches, with each place's own strengths."""
 
-    rows: Tensor
-    """int64 [N], distinct"""
-    starts: Tensor
-    """int64 [N]"""
-    lengths: Tensor
-    """int64 [N]"""
+    index: Tensor
+    """int64 [P], distinct flat indices row * V + token"""
+    count: Tensor
+    """float32 [P], times the token stands in the output so far"""
     repetition: Tensor
-    """float32 [N]"""
+    """float32 [P]"""
     frequency: Tensor
-    """float32 [N]"""
+    """float32 [P]"""
     presence: Tensor
-    """float32 [N]"""
-    tokens: Tensor
-    """int32 [places]"""
-    counts: Tensor
-    """float32 [places], times the token stands in the output so far"""
+    """float32 [P]"""
 
 
 @dataclass(frozen=True)

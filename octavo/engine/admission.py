@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from octavo.engine.types import SamplingParams
+from octavo.engine.param_checks import at_most, within
+from octavo.engine.text_work import Cut
+from octavo.engine.types import MAX_BAD_WORDS, RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from octavo.errors import BadModelFile, InvalidRequest
+from octavo.text.tokenizer import Tokenizer
 
 DEFAULTS = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
 """keys of a model's generation_config.json that become default sampling parameters, as in vLLM"""
+
+MAX_BAD_WORD_TOKENS = 1024
+LONGEST_SHOWN = 80
+USUAL_LOGPROBS = 20
+MAX_LOGPROB_ENTRIES = 1 << 22
+"""logprobs of one choice, or of a prompt, beyond `USUAL_LOGPROBS` a token: some 300 MB in each process"""
+THINKING_MARKS = (
+    ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)  # fmt: skip
+"""tokens between which models think: Qwen's and DeepSeek's, Mistral's, Seed's, Cohere's"""
 
 
 def default_params(generation_config: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -32,13 +47,19 @@ def default_params(generation_config: Mapping[str, Any], vocab_size: int) -> dic
 
 def typed(params: SamplingParams) -> SamplingParams:
     """The same with every value of its declared type. Raises InvalidRequest naming the one that is not."""
+    values = msgspec.structs.asdict(params)
+    if isinstance(params.repetition_detection, RepetitionDetectionParams):
+        values["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
+    if isinstance(params.output_kind, RequestOutputKind):
+        values["output_kind"] = params.output_kind.value
     try:
-        return msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
+        return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as err:
         what, _, where = str(err).partition(" - at ")
-        name = where.strip("`").removeprefix("$.").split("[")[0] or "sampling_params"
-        value = getattr(params, name, None)
-        raise InvalidRequest(f"{name} is {value!r}", limit=what.lower(), fix=f"correct {name}", param=name) from None
+        name = (re.findall(r"\$\.(\w+)", where) or ["sampling_params"])[0]
+        value = repr(getattr(params, name, None))
+        shown = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}…"
+        raise InvalidRequest(f"{name} is {shown}", limit=what.lower(), fix=f"correct {name}", param=name) from None
 
 
 def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, name: str) -> None:
@@ -69,7 +90,81 @@ def fit_max_tokens(params: SamplingParams, prompt_tokens: int, max_model_len: in
             f"max_tokens is {wanted} after {prompt_tokens} tokens of prompt, {prompt_tokens + wanted} in all",
             limit=f"{max_model_len} tokens of context", fix=f"set max_tokens to {room} or less", param="max_tokens",
         )  # fmt: skip
-    return msgspec.structs.replace(params, max_tokens=room if wanted is None else min(wanted, room))
+    max_tokens = room if wanted is None else min(wanted, room)
+    within("min_tokens", params.min_tokens, 0, max_tokens, "(max_tokens)")
+    return msgspec.structs.replace(params, max_tokens=max_tokens)
+
+
+def check_logprobs(params: SamplingParams, prompt_tokens: int, vocab_size: int) -> None:
+    """Raises InvalidRequest for more than either process could hold; `params` have their `max_tokens`."""
+    of_prompt, of_each = params.num_prompt_logprobs(vocab_size), params.num_logprobs(vocab_size)
+    asked = (("prompt_logprobs", of_prompt, prompt_tokens), ("logprobs", of_each, params.max_tokens or 0))
+    for name, count, tokens in asked:
+        if count is not None and count > USUAL_LOGPROBS and count * tokens > MAX_LOGPROB_ENTRIES:
+            raise InvalidRequest(
+                f"{name} asks for {count} logprobs at each of {tokens} tokens", limit=f"{MAX_LOGPROB_ENTRIES} in all",
+                fix=f"lower {name} or the number of tokens", param=name,
+            )  # fmt: skip
+
+
+def cut_of(params: SamplingParams, max_model_len: int) -> Cut | None:
+    """How `truncate_prompt_tokens` shortens a prompt; None if not at all. Raises InvalidRequest.
+
+    -1 leaves room for `max_tokens`, or for one token where that is not given.
+    """
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return None
+    if keep == -1:
+        keep = max(1, max_model_len - (params.max_tokens or 1))
+    within("truncate_prompt_tokens", keep, 1, max_model_len, "tokens, or -1")
+    return Cut(keep, params.truncation_side)
+
+
+def with_token_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """With what the engine needs to know of texts: the tokens of bad words, and those that start and end thinking.
+
+    Raises InvalidRequest for a bad word that has no tokens, or a thinking budget where the model has no marks.
+    """
+    words = tuple(word for text in params.bad_words for word in _bad_word_ids(text, tokenizer))
+    at_most("bad_words", words, MAX_BAD_WORDS, "token sequences (each word alone and after a space)")
+    at_most("bad_words", [token for word in words for token in word], MAX_BAD_WORD_TOKENS, "tokens")
+    marks = None if params.thinking_token_budget is None else _thinking_marks(tokenizer)
+    if params.thinking_token_budget is not None and marks is None:
+        raise InvalidRequest(
+            f"thinking_token_budget is {params.thinking_token_budget}, and this model has no tokens for thinking",
+            limit=" or ".join(start for start, _ in THINKING_MARKS), fix="leave it out", param="thinking_token_budget",
+        )  # fmt: skip
+    return msgspec.structs.replace(params, bad_word_ids=words, thinking_marks=marks)
+
+
+def _bad_word_ids(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The word as it stands first, and as it stands after a space where that is another spelling; vLLM's rule."""
+    if len(word) > MAX_BAD_WORD_TOKENS * 4:
+        raise InvalidRequest(
+            f"bad_words holds a word of {len(word)} characters", limit=f"{MAX_BAD_WORD_TOKENS * 4}",
+            fix="shorten it", param="bad_words",
+        )  # fmt: skip
+    first, spaced = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
+    if not first:
+        raise InvalidRequest(f"bad_words holds {word!r}, which has no token", fix="remove it", param="bad_words")
+    return [first, spaced] if spaced[:1] != first[:1] and len(spaced) == len(first) else [first]
+
+
+def _thinking_marks(tokenizer: Tokenizer) -> tuple[int, int] | None:
+    for start, end in THINKING_MARKS:
+        marks = tokenizer.token_id(start), tokenizer.token_id(end)
+        if marks[0] is not None and marks[1] is not None:
+            return marks[0], marks[1]
+    return None
+
+
+def for_engine(params: SamplingParams) -> SamplingParams:
+    """As the engine knows it: every choice that is generated is one that is given."""
+    if params.best_of is None or params.best_of == params.n:
+        return msgspec.structs.replace(params, best_of=None)
+    logprobs = 0 if params.num_logprobs(1) is None else params.logprobs
+    return msgspec.structs.replace(params, n=params.best_of, best_of=None, logprobs=logprobs)
 
 
 def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:

@@ -14,11 +14,12 @@ from octavo.config import EngineArgs
 from octavo.engine import admission
 from octavo.engine.choice_text import ChoiceText
 from octavo.engine.client import EngineClient
+from octavo.engine.delta_streams import best_of, spaced
 from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.model_text import LoadedModel, OnProgress, in_daemon_thread, prepare
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
-from octavo.engine.text_work import TextWork
-from octavo.engine.types import Request, SamplingParams
+from octavo.engine.text_work import Cut, TextWork
+from octavo.engine.types import Request, RequestOutputKind, SamplingParams
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, from_wire
 
 log = logging.getLogger("octavo.engine")
@@ -96,9 +97,16 @@ class AsyncLLM:
 
     # Text and tokens
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidRequest for a text that cannot fit into the context."""
-        return await self._text_work.encode(text, add_special_tokens, self.max_model_len, "prompt")
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, params: SamplingParams | None = None
+    ) -> list[int]:
+        """Cut as `params` say. Raises InvalidRequest for a text that cannot fit into the context."""
+        cut = None if params is None else self.cut_of(params)
+        return await self._text_work.encode(text, add_special_tokens, self.max_model_len, "prompt", cut)
+
+    def cut_of(self, params: SamplingParams) -> Cut | None:
+        """How `params` shorten a prompt. Raises InvalidRequest."""
+        return admission.cut_of(_typed(params), self.max_model_len)
 
     async def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Raises InvalidRequest for an id out of range."""
@@ -113,9 +121,12 @@ class AsyncLLM:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False, add_special_tokens: bool = False,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None, params: SamplingParams | None = None,
     ) -> tuple[str, list[int]]:  # fmt: skip
-        """A conversation as the model's template writes it, and its tokens. Raises TemplateError or InvalidRequest."""
+        """A conversation as the model's template writes it, and its tokens, cut as `params` say.
+
+        Raises TemplateError or InvalidRequest.
+        """
         template = self.template
         if template is None:
             raise InvalidRequest("this model has no chat template", fix="start with --chat-template FILE")
@@ -131,7 +142,8 @@ class AsyncLLM:
                 continue_final_message=continue_final_message, **(template_kwargs or {}),
             )  # fmt: skip
 
-        return await self._text_work.render(write, messages, add_special_tokens, self.max_model_len)
+        cut = None if params is None else self.cut_of(params)
+        return await self._text_work.render(write, messages, add_special_tokens, self.max_model_len, cut)
 
     # Generation
 
@@ -145,32 +157,33 @@ class AsyncLLM:
         Raises InvalidRequest naming the parameter, its value and its limit.
         """
         try:
-            if not isinstance(params, SamplingParams):
-                raise InvalidRequest(
-                    f"sampling_params is a {type(params).__name__}", fix="make it with SamplingParams(…)",
-                    param="sampling_params",
-                )  # fmt: skip
-            params = admission.typed(params)
+            params = _typed(params)
             params.verify(self.config.vocab_size, self.args.max_logprobs)
             admission.check_prompt(prompt_token_ids, self.config.vocab_size, self.max_model_len, prompt_name)
-            return admission.fit_max_tokens(params, len(prompt_token_ids), self.max_model_len, not capped)
+            count = len(prompt_token_ids)
+            params = admission.fit_max_tokens(params, count, self.max_model_len, not capped)
+            admission.check_logprobs(params, count, self.config.vocab_size)
+            return admission.with_token_ids(params, self.tokenizer)
         except InvalidRequest as err:
             raise admission.renamed(err, names or {}) from None
 
     def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None,
-        cache_salt: str | None = None,
+        cache_salt: str | None = None, priority: int = 0,
     ) -> AsyncGenerator[list[ChoiceDelta], None]:  # fmt: skip
-        """Deltas of all choices as they come. Closing it early aborts the request.
+        """Deltas of all choices as they come; with `best_of`, of the best ones at the end. Closing it early aborts it.
 
         `params` are those that `check` returned. Raises, while iterating, Overloaded, EngineDead, or what the engine
         found.
         """
         request = Request(
-            request_id=request_id or self.new_id(), prompt_token_ids=list(prompt_token_ids), sampling=params,
-            arrival_time=time.time(), cache_salt=cache_salt,
+            request_id=request_id or self.new_id(), prompt_token_ids=list(prompt_token_ids),
+            sampling=admission.for_engine(params), arrival_time=time.time(), cache_salt=cache_salt, priority=priority,
         )  # fmt: skip
-        return self._deltas(request)
+        stream = self._deltas(request)
+        if params.num_choices > params.n:
+            return best_of(stream, params.n, with_logprobs=params.num_logprobs(1) is not None)
+        return stream if params.stream_interval in (None, 1) else spaced(stream, params.stream_interval or 1)
 
     async def _deltas(self, request: Request) -> AsyncGenerator[list[ChoiceDelta], None]:
         client, sampling = self._client, request.sampling
@@ -192,36 +205,44 @@ class AsyncLLM:
                     return
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The output as far as it has come, again and again; the last one is `finished`.
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None,
+        *, priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
+        """The output as far as it has come, again and again, or as `output_kind` says; the last one is `finished`.
 
         Raises InvalidRequest; while iterating also Overloaded, EngineDead, or what the engine found.
         """
-        text, ids = await self.tokenized(prompt)
-        params = self.check(ids, sampling_params or SamplingParams(**self.default_params))
+        params = SamplingParams(**self.default_params) if sampling_params is None else sampling_params
+        text, ids = await self.tokenized(prompt, params)
+        params = self.check(ids, params)
         request_id = request_id or self.new_id()
-        builder = OutputBuilder(request_id, text, ids, params.n, self.token_text)
-        async with aclosing(self.stream(ids, params, request_id=request_id)) as stream:
+        builder = OutputBuilder(request_id, text, ids, params, self.token_text)
+        async with aclosing(self.stream(ids, params, request_id=request_id, priority=priority)) as stream:
             async for deltas in stream:
                 builder.add(deltas)
-                yield builder.snapshot()
+                if params.output_kind is RequestOutputKind.DELTA:
+                    yield builder.take()
+                elif params.output_kind is RequestOutputKind.CUMULATIVE or builder.output.finished:
+                    yield builder.snapshot()
 
-    async def tokenized(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, where it has one, and its token ids. Raises InvalidRequest."""
+    async def tokenized(
+        self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool = True
+    ) -> tuple[str | None, list[int]]:
+        """A prompt's text, where it has one, and its token ids, cut as `params` say. Raises InvalidRequest."""
         if isinstance(prompt, Mapping):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         else:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         listed = list(ids) if isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray)) else None
         if listed is not None and set(map(type, listed)) <= {int} and (text is None or isinstance(text, str)):
-            return text, listed
+            cut = self.cut_of(params)
+            return text, listed if cut is None else cut.of(listed)
         if not isinstance(text, str) or ids is not None:
             raise InvalidRequest(
                 f"a prompt is a {type(prompt).__name__}", limit="text, token ids, or a dict with one of them",
                 fix="give one of them", param="prompt",
             )  # fmt: skip
-        return text, await self.encode(text)
+        return text, await self.encode(text, add_special_tokens, params)
 
     def new_id(self) -> str:
         return f"request-{next(self._numbers)}"
@@ -240,3 +261,12 @@ class AsyncLLM:
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._client.shutdown(drain)
         self._text_work.close()
+
+
+def _typed(params: SamplingParams) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(
+            f"sampling_params is a {type(params).__name__}", fix="make it with SamplingParams(…)",
+            param="sampling_params",
+        )  # fmt: skip
+    return admission.typed(params)

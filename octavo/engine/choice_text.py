@@ -17,7 +17,9 @@ class ChoiceText:
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop,
             include_stop=params.include_stop_str_in_output, prompt_token_ids=prompt_token_ids,
+            stop_after=params.min_tokens,
         )  # fmt: skip
+        self._with_text = params.detokenize
         self._shows_stop_token = params.include_stop_str_in_output
         self.open = True
 
@@ -25,7 +27,7 @@ class ChoiceText:
         """A stop string that is found ends the choice here, whatever the engine goes on to say."""
         ids = event.token_ids
         hidden = 1 if event.finish_reason == "stop" and not self._shows_stop_token and ids else 0
-        text = self._detokenizer.push(ids[: len(ids) - hidden])
+        text = self._detokenizer.push(ids[: len(ids) - hidden]) if self._with_text else ""
         delta = ChoiceDelta(
             event.choice, text, ids, event.logprobs, event.finish_reason, event.stop_reason, event.prompt_logprobs,
             event.cached_tokens,

@@ -77,10 +77,10 @@ class LLM:
 
         async def answer() -> list[RequestOutput]:
             prompts = []
-            for conversation in several:
+            for conversation, params in zip(several, self._params_for(len(several), sampling_params), strict=True):
                 text, ids = await self._llm.render(
                     conversation, add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message, template_kwargs=chat_template_kwargs,
+                    continue_final_message=continue_final_message, template_kwargs=chat_template_kwargs, params=params,
                 )  # fmt: skip
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
             return await self._generate(prompts, sampling_params, use_tqdm)
@@ -124,7 +124,7 @@ class LLM:
         llm = self._llm
         checked = []
         for prompt, params in zip(prompts, self._params_for(len(prompts), sampling_params), strict=True):
-            text, ids = await llm.tokenized(prompt)
+            text, ids = await llm.tokenized(prompt, params)
             checked.append((text, ids, llm.check(ids, params)))
         places = asyncio.Semaphore(MAX_OPEN_REQUESTS)
         with _Bar(len(checked), use_tqdm) as bar:
@@ -163,7 +163,7 @@ async def _answer(
     llm: AsyncLLM, text: str | None, ids: list[int], params: SamplingParams, count: Callable[[list[ChoiceDelta]], None]
 ) -> RequestOutput:
     request_id = llm.new_id()
-    builder = OutputBuilder(request_id, text, ids, params.n, llm.token_text)
+    builder = OutputBuilder(request_id, text, ids, params, llm.token_text)
     async with aclosing(llm.stream(ids, params, request_id=request_id)) as stream:
         async for deltas in stream:
             builder.add(deltas)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from octavo.engine.types import TokenLogprobs
+from octavo.engine.types import SamplingParams, TokenLogprobs
 
 
 @dataclass
@@ -21,7 +21,7 @@ class ChoiceDelta:
     logprobs: list[TokenLogprobs] | None = None
     """one for each of `token_ids`, when asked for"""
     finish_reason: str | None = None
-    """stop, length or abort"""
+    """stop, length, repetition or abort"""
     stop_reason: int | str | None = None
     """the stop string, or the stop token id; None for an end-of-sequence token"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -72,15 +72,19 @@ class OutputBuilder:
     """Puts deltas together into the request's output as far as it has come."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], n: int,
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
         token_text: Callable[[int], str],
     ) -> None:  # fmt: skip
-        choices = [CompletionOutput(index, "", []) for index in range(n)]
+        choices = [CompletionOutput(index, "", []) for index in range(params.n)]
         self.output = RequestOutput(request_id, prompt, prompt_token_ids, outputs=choices)
         self._token_text = token_text
+        self._best = params.logprob_token_ids is None
+        """the tokens reported beside the chosen one are the best ones, in order"""
+        self._changed: set[int] = set()
 
     def add(self, deltas: Iterable[ChoiceDelta]) -> None:
         for delta in deltas:
+            self._changed.add(delta.index)
             if delta.prompt_logprobs is not None:
                 shown = [None if position is None else self._ranked(position) for position in delta.prompt_logprobs]
                 self.output.prompt_logprobs = shown
@@ -96,10 +100,12 @@ class OutputBuilder:
         if delta.logprobs:
             chosen = sum(position.logprobs[0] for position in delta.logprobs)
             choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + chosen
-            choice.logprobs = (choice.logprobs or []) + [self._ranked(position) for position in delta.logprobs]
+            shown = [self._ranked(position, self._best) for position in delta.logprobs]
+            choice.logprobs = (choice.logprobs or []) + shown
 
-    def _ranked(self, position: TokenLogprobs) -> dict[int, Logprob]:
-        ranks = [position.rank, *range(1, len(position.token_ids))]
+    def _ranked(self, position: TokenLogprobs, best: bool = True) -> dict[int, Logprob]:
+        others = range(1, len(position.token_ids))
+        ranks = [position.rank, *(others if best else [None] * len(others))]
         ranked: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(position.token_ids, position.logprobs, ranks, strict=True):
             ranked.setdefault(token_id, Logprob(logprob, rank, self._token_text(token_id)))
@@ -109,3 +115,13 @@ class OutputBuilder:
         """A copy that later deltas do not change."""
         choices = [replace(choice, token_ids=list(choice.token_ids)) for choice in self.output.outputs]
         return replace(self.output, outputs=choices)
+
+    def take(self) -> RequestOutput:
+        """Only what is new since the last call, and only choices that have news."""
+        news = self.snapshot()
+        news.outputs = [choice for choice in news.outputs if choice.index in self._changed]
+        self.output.prompt_logprobs = None
+        for choice in self.output.outputs:
+            choice.text, choice.token_ids, choice.logprobs = "", [], None
+        self._changed.clear()
+        return news

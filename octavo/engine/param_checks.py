@@ -19,7 +19,8 @@ def above(name: str, value: float, low: float, high: float) -> None:
 
 
 def out_of_range(name: str, value: object, limit: str) -> InvalidRequest:
-    return InvalidRequest(f"{name} is {value}", limit=limit, fix=f"set {name} within it", param=name)
+    field = name.split(".")[0]
+    return InvalidRequest(f"{name} is {value}", limit=limit, fix=f"set {name} within it", param=field)
 
 
 def at_most(name: str, values: Collection[object], limit: int, unit: str) -> None:

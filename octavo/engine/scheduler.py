@@ -23,6 +23,7 @@ from octavo.engine.pages import KVBlocks, KVLayout, Start
 from octavo.engine.plan import Chunk, Move, Sampled, StepPlan, StepResult
 from octavo.engine.sequence import Sequence
 from octavo.engine.starts import keys_of, start_of
+from octavo.engine.stopping import why_done
 from octavo.engine.types import Request, TokenEvent, TokenLogprobs
 from octavo.errors import InvalidRequest, OctavoError, to_wire
 from octavo.wire.metric_names import ITERATION_BUCKETS
@@ -407,20 +408,12 @@ class Scheduler:
             event.finish_reason = reason
         return sequence.request.client_id, event
 
-    def _why_done(self, sequence: Sequence) -> tuple[str | None, int | None]:
-        """(finish reason, stop reason) after the last output token; vLLM's order: end of sequence, stop ids, length."""
-        sampling, output = sequence.request.sampling, sequence.output_token_ids
-        if not output:
-            return None, None
-        if output[-1] in self.eos_token_ids and not sampling.ignore_eos:
-            return "stop", None
-        if output[-1] in sampling.stop_token_ids:
-            return "stop", output[-1]
-        full = sampling.max_tokens is not None and len(output) >= sampling.max_tokens
-        return ("length" if full or sequence.num_tokens >= self.max_model_len else None), None
+    def _why_done(self, sequence: Sequence) -> tuple[str | None, int | str | None]:
+        room = self.max_model_len - sequence.num_tokens
+        return why_done(sequence.request.sampling, sequence.output_token_ids, self.eos_token_ids, room)
 
     def _finish(
-        self, sequence: Sequence, reason: str, stop_reason: int | None = None, error: OctavoError | None = None
+        self, sequence: Sequence, reason: str, stop_reason: int | str | None = None, error: OctavoError | None = None
     ) -> tuple[str, TokenEvent]:
         self._remove(sequence)
         wire: dict[str, Any] | None = None if error is None else to_wire(error)

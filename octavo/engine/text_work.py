@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.errors import InvalidRequest
 from octavo.text.tokenizer import Tokenizer
@@ -24,6 +24,22 @@ SHOWN_AT_LEAST = 4
 LONG_AT_ONCE = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 
+class Cut(NamedTuple):
+    """A prompt keeps at most so many tokens; the others go at one side, left or right."""
+
+    keep: int
+    side: str
+
+    def of(self, token_ids: list[int], prefix: int = 0) -> list[int]:
+        """The first `prefix` tokens, which begin every text, stay where there is room for more than them."""
+        if len(token_ids) <= self.keep:
+            return token_ids
+        if self.side == "right":
+            return token_ids[: self.keep]
+        prefix = prefix if prefix < self.keep else 0
+        return token_ids[:prefix] + token_ids[len(token_ids) - self.keep + prefix :]
+
+
 class TextWork:
     """Belongs to one event loop."""
 
@@ -36,27 +52,40 @@ class TextWork:
         pool = self._long if characters > LONG_CHARACTERS else None
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
-    async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, name: str) -> list[int]:
-        """Raises InvalidRequest about the field `name` for a long text that has more than `max_tokens` for certain."""
+    async def encode(
+        self, text: str, add_special_tokens: bool, max_tokens: int, name: str, cut: Cut | None = None
+    ) -> list[int]:
+        """Raises InvalidRequest about the field `name` for a long text that has more than `max_tokens` for certain,
+        unless it is `cut`."""
         if len(text) <= AT_ONCE_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens)
-        if len(text) > LONG_CHARACTERS:
+            return self._encode(text, add_special_tokens, cut)
+        if len(text) > LONG_CHARACTERS and cut is None:
             await asyncio.to_thread(self.check, text, max_tokens, name)
-        return await self.run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+        return await self.run(len(text), lambda: self._encode(text, add_special_tokens, cut))
+
+    def _encode(self, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
+        """Of what is cut only a part is looked at: as much as the tokens that are kept can stand for."""
+        if cut is None:
+            return self._tokenizer.encode(text, add_special_tokens)
+        longest = self._tokenizer.longest_text(cut.keep)
+        text = text[-longest:] if cut.side == "left" else text[:longest]
+        prefix = len(self._tokenizer.facts.prefix) if add_special_tokens else 0
+        return cut.of(self._tokenizer.encode(text, add_special_tokens), prefix)
 
     async def render(
-        self, write: Callable[[], str], messages: Sequence[Mapping[str, Any]], add_special_tokens: bool, max_tokens: int
-    ) -> tuple[str, list[int]]:
+        self, write: Callable[[], str], messages: Sequence[Mapping[str, Any]], add_special_tokens: bool,
+        max_tokens: int, cut: Cut | None = None,
+    ) -> tuple[str, list[int]]:  # fmt: skip
         """What `write` makes of `messages`, and its tokens. Raises InvalidRequest as `encode` does."""
 
         def work() -> tuple[str, list[int]]:
             text = write()
-            if len(text) > LONG_CHARACTERS:
+            if len(text) > LONG_CHARACTERS and cut is None:
                 self.check(text, max_tokens, "messages")
-            return text, self._tokenizer.encode(text, add_special_tokens)
+            return text, self._encode(text, add_special_tokens, cut)
 
         size = _size(messages)
-        if size > LONG_CHARACTERS:
+        if size > LONG_CHARACTERS and cut is None:
             await asyncio.to_thread(self._check_messages, messages, max_tokens)
         return await self.run(size, work)
 

@@ -116,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if isinstance(value, str):
                 change(self, name, (value,))
             elif isinstance(value, (list, tuple)):  # what else is no tuple, `admission.typed` refuses
-                change(self, name, tuple(dict.fromkeys(value)) if name != "logprob_token_ids" else tuple(value))
+                change(self, name, tuple(value))
             elif value is None and name in ("stop", "stop_token_ids", "bad_words"):
                 change(self, name, ())
         if isinstance(self.logit_bias, dict):

@@ -102,7 +102,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Plan the next step while one runs.", switch=True),
         Flag("-sc --speculative-config", "speculative_config", str, "Speculative decoding, as vLLM's JSON.",
              metavar="JSON"),
-        Flag("--max-logprobs", "max_logprobs", int, "Most logprobs that a request may ask for."),
+        Flag("--max-logprobs", "max_logprobs", int, "Most logprobs that a request may ask for; -1: all tokens."),
         Flag("--seed", "seed", int, "Seed for requests that bring none."),
     ),
     "Adapters (LoRA)": (

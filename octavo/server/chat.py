@@ -50,6 +50,7 @@ async def _prompt(serving: Serving, asked: ChatRequest) -> Prompt:
         continue_final_message=asked.continue_final_message,
         add_special_tokens=asked.add_special_tokens,
         template_kwargs=asked.chat_template_kwargs,
+        params=params,
     )
     names = {"max_tokens": name, "logprobs": "top_logprobs"}
     checked = serving.llm.check(ids, params, prompt_name="messages", capped=limit is None, names=names)
@@ -68,7 +69,7 @@ class ChatCall:
 
     async def answer(self) -> ChatCompletion:
         choices = [Choice() for _ in range(self.prompt.params.n)]
-        async with self.serving.open(self.id, [self.prompt], self.asked.cache_salt) as merged:
+        async with self.serving.open(self.id, [self.prompt], self.asked) as merged:
             async for _, deltas in merged:
                 for delta in deltas:
                     choices[delta.index].add(delta)
@@ -95,12 +96,12 @@ class ChatCall:
     def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
         if not self.asked.logprobs or not delta.logprobs:
             return None
-        return chat_logprobs(delta.logprobs, self.asked.top_logprobs or 0, self.names)
+        return chat_logprobs(delta.logprobs, self.names, listed=self.asked.logprob_token_ids is not None)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         counts = [0] * self.prompt.params.n
         started = False
-        async with self.serving.open(self.id, [self.prompt], self.asked.cache_salt) as merged:
+        async with self.serving.open(self.id, [self.prompt], self.asked) as merged:
             async for _, deltas in merged:
                 out = [] if started else [self._first(i) for i in range(len(counts))]
                 started = True

@@ -56,11 +56,11 @@ async def _prompt(serving: Serving, asked: CompletionRequest, prompt: str | list
         asked, max_tokens=1 if _only_echo(asked) else max_tokens, logprobs=asked.logprobs,
         prompt_logprobs=asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )  # fmt: skip
-    if isinstance(prompt, list):
-        checked = serving.llm.check(prompt, params, capped=asked.max_tokens is None)
-        return Prompt(await serving.llm.decode(prompt) if asked.echo else None, prompt, checked)
-    ids = await serving.llm.encode(prompt, asked.add_special_tokens)
-    return Prompt(prompt, ids, serving.llm.check(ids, params, capped=asked.max_tokens is None))
+    text, ids = await serving.llm.tokenized(prompt, params, asked.add_special_tokens)
+    checked = serving.llm.check(ids, params, capped=asked.max_tokens is None)
+    if asked.echo and (text is None or params.truncate_prompt_tokens is not None):
+        text = await serving.llm.decode(ids)
+    return Prompt(text, ids, checked)
 
 
 def _only_echo(asked: CompletionRequest) -> bool:
@@ -87,7 +87,7 @@ class CompletionCall:
 
     async def answer(self) -> Completion:
         choices = [Choice() for _ in range(self.n * len(self.prompts))]
-        async with self.serving.open(self.id, self.prompts, self.asked.cache_salt) as merged:
+        async with self.serving.open(self.id, self.prompts, self.asked) as merged:
             async for p, deltas in merged:
                 for delta in deltas:
                     self.spent.note(delta)
@@ -134,7 +134,7 @@ class CompletionCall:
         offsets = [0] * len(counts)
         echoed: dict[int, Sequence[TokenLogprobs | None] | None] = {}
         begun: set[int] = set()
-        async with self.serving.open(self.id, self.prompts, self.asked.cache_salt) as merged:
+        async with self.serving.open(self.id, self.prompts, self.asked) as merged:
             async for p, deltas in merged:
                 out = []
                 for delta in map(self._shown, deltas):

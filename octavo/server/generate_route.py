@@ -20,9 +20,11 @@ from octavo.server.serving import Choice, Prompt, Serving, json_body
 from octavo.server.stream import EventStream, until_gone
 from octavo.wire.errors import shown
 
-PARAMETERS = frozenset(SamplingParams.__struct_fields__) - {"logprobs", "prompt_logprobs"}
+PARAMETERS = frozenset(SamplingParams.__struct_fields__) - {
+    "logprobs", "prompt_logprobs", "logprob_token_ids", "output_kind", "bad_word_ids", "thinking_marks",
+}  # fmt: skip
 HARMLESS: dict[str, tuple[object, ...]] = {
-    "use_beam_search": (False,), "best_of": (1,), "length_penalty": (1, 1.0), "early_stopping": (False,),
+    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
 }  # fmt: skip
 """Fields of old clients that may be sent with these values, which change nothing. So may any field with null."""
 
@@ -40,7 +42,12 @@ class LineStream(EventStream):
 
 async def generate(serving: Serving, request: Request) -> Response:
     prompt, stream, params = _read(await json_body(request))
-    token_ids = await until_gone(request, serving.llm.encode(prompt))
+    if stream and params.best_of not in (None, params.n):
+        raise InvalidRequest(
+            f"best_of is {shown(params.best_of)} in a stream", limit="only without stream, or as n",
+            fix="set stream to false", param="best_of",
+        )  # fmt: skip
+    token_ids = await until_gone(request, serving.llm.encode(prompt, params=params))
     asked = Prompt(prompt, token_ids, serving.llm.check(token_ids, params))
     texts = _texts(serving, f"generate-{request.state.request_id}", asked)
     if stream:

@@ -34,13 +34,14 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def chat_logprobs(positions: Sequence[TokenLogprobs], count: int, names: Names) -> ChatLogprobs:
-    """`count` is the number of best tokens to list; the chosen one stands beside them."""
+def chat_logprobs(positions: Sequence[TokenLogprobs], names: Names, listed: bool = False) -> ChatLogprobs:
+    """The chosen token stands beside the best ones, and also at the head of those that the client `listed`."""
     content = []
     for position in positions:
-        ids, values = position.token_ids, position.logprobs
-        best = [names.top(i, v) for i, v in zip(ids[1 : count + 1], values[1 : count + 1], strict=True)]
-        own = names.top(ids[0], values[0])
+        every = list(zip(position.token_ids, position.logprobs, strict=True))
+        own = names.top(*every[0])
+        others = dict(every) if listed else dict(every[1:])
+        best = [names.top(token_id, logprob) for token_id, logprob in others.items()]
         content.append(ChatTokenLogprob(own.token, own.logprob, own.bytes, best))
     return ChatLogprobs(content)
 

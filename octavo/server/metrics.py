@@ -128,7 +128,7 @@ class Metrics:
         self._finished = Counter(
             names.REQUEST_SUCCESS, "Finished choices.", [*LABELS, "finished_reason"], registry=self.registry
         )
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in ("stop", "length", "repetition", "abort", "error"):
             self._finished.labels(model, "0", reason)
         self._unknown = Counter(
             names.UNKNOWN_FIELDS, "Request fields that were ignored.", ["field"], registry=self.registry

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from octavo.config import ServerArgs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.outputs import ChoiceDelta
-from octavo.engine.types import SamplingParams
+from octavo.engine.types import RepetitionDetectionParams, SamplingParams
 from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
 from octavo.server.metrics import Metrics
 from octavo.server.middleware import REQUEST_ID
@@ -26,8 +26,11 @@ from octavo.wire.responses import PromptTokensDetails, Usage
 log = logging.getLogger("octavo.server")
 PARSE_IN_THREAD_BYTES = 64 << 10
 SAMPLING_NAMES = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "thinking_token_budget", "logprob_token_ids",
+    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side",
+    "stream_interval",
 )  # fmt: skip
 
 
@@ -89,11 +92,14 @@ class Serving:
         """The request's own values over the model's defaults."""
         values = dict(self.llm.default_params)
         values.update({k: v for k in SAMPLING_NAMES if (v := getattr(asked, k)) is not None})
+        if asked.repetition_detection is not None:
+            values["repetition_detection"] = RepetitionDetectionParams(**asked.repetition_detection.model_dump())
         values["max_tokens"] = max_tokens if max_tokens is not None else values.get("max_tokens")
+        logprobs = None if asked.logprob_token_ids is not None else logprobs
         return SamplingParams(**values, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def open(
-        self, visible_id: str, prompts: Sequence[Prompt], cache_salt: str | None
+        self, visible_id: str, prompts: Sequence[Prompt], asked: SamplingFields | None
     ) -> aclosing[AsyncGenerator[tuple[int, list[ChoiceDelta]], None]]:
         """(prompt index, deltas) of all prompts; a context manager, whose end aborts what still runs."""
         streams = []
@@ -101,7 +107,10 @@ class Serving:
             engine_id = f"{visible_id}-{next(self._numbers)}"
             if self.args.log_requests:
                 log.info("request %s: %d prompt tokens, %s", engine_id, len(prompt.token_ids), prompt.params)
-            stream = self.llm.stream(prompt.token_ids, prompt.params, request_id=engine_id, cache_salt=cache_salt)
+            stream = self.llm.stream(
+                prompt.token_ids, prompt.params, request_id=engine_id, cache_salt=asked.cache_salt if asked else None,
+                priority=(asked.priority or 0) if asked else 0,
+            )  # fmt: skip
             timing = self.llm.timing_of(engine_id)
             streams.append(self.metrics.observed(stream, len(prompt.token_ids), prompt.params, timing))
         return aclosing(merged(streams))

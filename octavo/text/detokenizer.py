@@ -17,7 +17,8 @@ class Detokenizer:
     Held back are the bytes of an unfinished character, and text that may be the start of a stop string. The output goes
     on where the prompt ends: a first space is dropped only if the prompt shows no text, and a character that the prompt
     left unfinished is finished. Which stop string is found does not depend on how the text is cut into tokens: it is
-    the one that is complete first, and of several complete at once the one that started first.
+    the one that is complete first, and of several complete at once the one that started first. One that the first
+    `stop_after` tokens complete does not count.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         prompt_token_ids: Sequence[int] = (),
+        stop_after: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stop = [_StopString(text) for text in stop]
         self._include_stop = include_stop
+        self._stop_after, self._count = stop_after, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._strip = tokenizer.strip_first_space
@@ -60,6 +63,7 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self.used += 1
+            self._count += 1
             if id not in self._skipped:
                 shown.append(self._take(self._decoder.decode(self._raw(id))))
         return "".join(shown)
@@ -84,7 +88,8 @@ class Detokenizer:
             return text
         shown = self._held + text
         for position, character in enumerate(text, start=len(self._held) + 1):
-            if complete := [stop.text for stop in self._stop if stop.advance(character)]:
+            complete = [stop.text for stop in self._stop if stop.advance(character)]
+            if complete and self._count > self._stop_after:
                 self.stopped = max(complete, key=len)
                 self._held = ""
                 return shown[: position if self._include_stop else position - len(self.stopped)]
@@ -111,6 +116,8 @@ class _StopString:
         return matched + (self.text[matched] == character)
 
     def advance(self, character: str) -> bool:
-        """Whether `character` completes the stop string; after that nothing more may be asked."""
+        """Whether `character` completes the stop string, which may overlap with one that was complete before."""
+        if self.matched == len(self.text):
+            self.matched = self._fallback[-1]
         self.matched = self._next(self.matched, character)
         return self.matched == len(self.text)

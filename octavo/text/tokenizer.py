@@ -135,6 +135,11 @@ class Tokenizer:
         encodings = self._encoder.encode_batch_fast([_encodable(text) for text in texts], add_special_tokens=False)
         return [self._framed(e.ids) if add_special_tokens else e.ids for e in encodings]
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is spelled so in the vocabulary."""
+        found: int | None = self._encoder.token_to_id(text)
+        return found
+
     def _framed(self, ids: list[int]) -> list[int]:
         return [*self.facts.prefix, *ids, *self.facts.suffix]
 

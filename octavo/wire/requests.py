@@ -7,7 +7,7 @@ way in: it turns a body into a request and reports the fields that nobody knows.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
@@ -23,6 +23,8 @@ LIMITS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts of type 'text'",
+    "truncation_side": "left or right",
+    "logit_bias": "an object of numbers by token id",
 }
 """where the words of pydantic would not help"""
 
@@ -61,11 +63,19 @@ class StreamOptions(_Strict):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetection(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    max_pattern_size: Integer = 0
+    min_pattern_size: Integer = 0
+    min_count: Integer = 0
+
+
 class SamplingFields(_Strict):
     """What both kinds of request share. `None` means: the default of the model's generation config, then vLLM's."""
 
     model: str | None = None
     n: Integer | None = None
+    best_of: Integer | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: Integer | None = None
@@ -74,13 +84,26 @@ class SamplingFields(_Strict):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     seed: Integer | None = None
+    logit_bias: dict[str, Number] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     max_tokens: Integer | None = None
+    min_tokens: Integer | None = None
+    thinking_token_budget: Integer | None = None
+    repetition_detection: RepetitionDetection | None = None
     prompt_logprobs: Integer | None = None
+    logprob_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Integer | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream_interval: Integer | None = None
+    priority: Integer | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
+    session_id: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -97,6 +120,11 @@ class SamplingFields(_Strict):
     def continuous_usage(self) -> bool:
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def reports_logprobs(self) -> bool:
+        """The answer shows logprobs of its tokens."""
+        raise NotImplementedError
+
     def check(self) -> None:
         """Raises InvalidRequest for fields that contradict each other."""
         if self.stream_options is not None and not self.stream:
@@ -108,6 +136,16 @@ class SamplingFields(_Strict):
             raise InvalidRequest(
                 f"prompt_logprobs is {self.prompt_logprobs} in a stream", limit="only without stream",
                 fix="set stream to false", param="prompt_logprobs",
+            )  # fmt: skip
+        if self.stream and self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest(
+                f"best_of is {self.best_of} in a stream", limit=f"only without stream, or as n, {self.n or 1}",
+                fix="set stream to false, as the best are known only at the end", param="best_of",
+            )  # fmt: skip
+        if self.logprob_token_ids is not None and not self.reports_logprobs:
+            raise InvalidRequest(
+                "logprob_token_ids is set without logprobs", limit="only with logprobs", fix="set logprobs",
+                param="logprob_token_ids",
             )  # fmt: skip
         if self.cache_salt == "":
             raise InvalidRequest("cache_salt is empty", fix="give some text or leave it out", param="cache_salt")
@@ -132,6 +170,10 @@ class ChatRequest(SamplingFields):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     def check(self) -> None:
         super().check()
@@ -179,6 +221,18 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     logprobs: Integer | None = None
     add_special_tokens: bool = True
+
+    @property
+    def reports_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.logprob_token_ids is not None and self.echo:
+            raise InvalidRequest(
+                "logprob_token_ids is set with echo", limit="one of the two", fix="set echo to false",
+                param="logprob_token_ids",
+            )  # fmt: skip
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt. Raises InvalidRequest for none or too many."""

@@ -103,7 +103,7 @@ def test_refused_fields_are_named_unless_neutral(name):
 
 def test_a_bool_is_no_neutral_number():
     with pytest.raises(NotSupported):
-        read(CompletionRequest, body(COMPLETION, {"min_tokens": False}))
+        read(CompletionRequest, body(COMPLETION, {"routed_experts_prompt_start": False}))
 
 
 NULLABLE = [
