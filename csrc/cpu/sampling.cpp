@@ -145,6 +145,25 @@ int64_t count_above(const float* logits, int64_t vocab, float value) {
 }  // namespace
 }  // namespace octavo
 
+// Penalties on `count` rows of logits: row rows[i] on the tokens at `starts[i]` and the `lengths[i] - 1` places after it,
+// each in the output counts[place] times (octavo.backends.base.Penalties).
+OCT_API void OCT_KERNEL(oct_penalize)(float* logits, int64_t stride, int64_t count, const int64_t* rows,
+                                      const int64_t* starts, const int64_t* lengths, const float* repetition,
+                                      const float* frequency, const float* presence, const int32_t* tokens,
+                                      const float* counts) {
+    octavo::parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            float* row = logits + rows[i] * stride;
+            for (int64_t at = starts[i]; at < starts[i] + lengths[i]; at++) {
+                const float old = row[tokens[at]];
+                const float repeated = old > 0.0f ? old / repetition[i] : old * repetition[i];
+                const float often = repeated - frequency[i] * counts[at];
+                row[tokens[at]] = often - presence[i] * static_cast<float>(counts[at] > 0.0f);
+            }
+        }
+    });
+}
+
 // Token ids of `rows` rows of logits; temperature 0 takes the highest logit.
 OCT_API void OCT_KERNEL(oct_sample)(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                     const float* temperature, const uint64_t* keys, int64_t* tokens) {

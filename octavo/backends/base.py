@@ -58,18 +58,25 @@ class ForwardBatch:
 
 @dataclass(frozen=True)
 class Penalties:
-    """The P places in the logits that some penalty touches, with each place's own strengths."""
+    """N rows of the logits with penalties. Row `rows[i]` has those of the distinct tokens that stand at `starts[i]` and
+    the `lengths[i] - 1` places after it; tokens and counts last between steps, and hold more than a step looks at."""
 
-    index: Tensor
-    """int64 [P], distinct flat indices row * V + token"""
-    count: Tensor
-    """float32 [P], times the token stands in the output so far"""
+    rows: Tensor
+    """int64 [N], distinct"""
+    starts: Tensor
+    """int64 [N]"""
+    lengths: Tensor
+    """int64 [N]"""
     repetition: Tensor
-    """float32 [P]"""
+    """float32 [N]"""
     frequency: Tensor
-    """float32 [P]"""
+    """float32 [N]"""
     presence: Tensor
-    """float32 [P]"""
+    """float32 [N]"""
+    tokens: Tensor
+    """int32 [places]"""
+    counts: Tensor
+    """float32 [places], times the token stands in the output so far"""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.backends.base import AttentionMeta, Device, Edits, KVCache, SamplingTensors
+from octavo.backends.base import AttentionMeta, Device, Edits, KVCache, Penalties, SamplingTensors
 from octavo.backends.codes import CodedKVCache
 from octavo.backends.kv import KVFormat, KVSpec, LatentAttention
 
@@ -137,7 +137,21 @@ class Ops:
             self.apply_bitmask(logits, params.mask.rows, params.mask.bits)
         if params.edits is not None:
             apply_edits(logits, params.edits)
-        return apply_penalties(logits, params)
+        if params.penalties is not None:
+            self.apply_penalties(logits, params.penalties)
+        return logits
+
+    def apply_penalties(self, logits: Tensor, p: Penalties) -> None:
+        """Repetition (arXiv:1909.05858: of prompt and output), frequency and presence penalties (of output), in place:
+        there are few places, and the logits of a full batch would take milliseconds to copy."""
+        row = torch.arange(len(p.rows), device=p.rows.device).repeat_interleave(p.lengths)
+        firsts = p.lengths.cumsum(0) - p.lengths
+        at = torch.arange(len(row), device=row.device) + (p.starts - firsts)[row]
+        index, count = p.rows[row] * logits.shape[1] + p.tokens[at], p.counts[at]
+        flat = logits.view(-1)
+        old = flat[index]
+        new = torch.where(old > 0, old / p.repetition[row], old * p.repetition[row])
+        flat[index] = new - p.frequency[row] * count - p.presence[row] * (count > 0)
 
     def apply_bitmask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """Sets to -inf, in place, what is not allowed: tokens whose bit in `bits` int32 [M, ceil(V / 32)] is 0, in the
@@ -182,24 +196,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -
 
 
 def apply_edits(logits: Tensor, edits: Edits) -> None:
-    """In place, as `apply_penalties` is."""
+    """In place."""
     flat = logits.view(-1)
     flat[edits.banned] = float("-inf")
     flat[edits.biased] += edits.bias
-
-
-def apply_penalties(logits: Tensor, params: SamplingTensors) -> Tensor:
-    """Applies repetition (arXiv:1909.05858: of prompt and output), frequency and presence penalties (of output) in
-    place: there are few places, and the logits of a full batch would take milliseconds to copy."""
-    p = params.penalties
-    if p is None:
-        return logits
-    flat = logits.view(-1)
-    old = flat[p.index]
-    new = torch.where(old > 0, old / p.repetition, old * p.repetition)
-    new = new - p.frequency * p.count - p.presence * (p.count > 0)
-    flat[p.index] = new
-    return logits
 
 
 def filter_logits(scaled: Tensor, params: SamplingTensors) -> Tensor:

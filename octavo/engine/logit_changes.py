@@ -8,15 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from octavo.backends.base import Edits, Mask, Penalties
+from octavo.backends.base import Edits, Mask
 from octavo.engine.constraints import Constraints
-from octavo.engine.penalties import TokenCounts
 
 Upload = Callable[[npt.NDArray[np.generic]], Tensor]
 
 
 class LogitChanges:
-    """`place` is a row of the logits. Arrays that grow in the next step are copied only if `copied`."""
+    """`place` is a row of the logits."""
 
     def __init__(self, vocab_size: int, upload: Upload) -> None:
         self._vocab_size, self._upload = vocab_size, upload
@@ -27,9 +26,6 @@ class LogitChanges:
         self._biased: list[npt.NDArray[np.int64]] = []
         self._bias: list[npt.NDArray[np.float32]] = []
         self._narrowed: list[int] = []
-        self._penalized: list[tuple[int, int]] = []
-        self._tokens: list[npt.NDArray[np.int64]] = []
-        self._counts: list[npt.NDArray[np.float32]] = []
 
     def constrain(self, place: int, constraints: Constraints) -> None:
         """By what holds after the tokens noted so far."""
@@ -48,11 +44,6 @@ class LogitChanges:
             self._biased.append(base + tokens)
             self._bias.append(values)
 
-    def penalize(self, place: int, row: int, counts: TokenCounts, copied: bool) -> None:
-        self._penalized.append((place, row))
-        self._tokens.append(counts.tokens.copy() if copied else counts.tokens)
-        self._counts.append(counts.counts.copy() if copied else counts.counts)
-
     def mask(self) -> Mask | None:
         if not self._masks:
             return None
@@ -66,19 +57,6 @@ class LogitChanges:
         bias = np.concatenate(self._bias or [np.zeros(0, np.float32)])
         banned, biased = np.concatenate(self._banned or none), np.concatenate(self._biased or none)
         return Edits(self._upload(banned), self._upload(biased), self._upload(bias))
-
-    def penalties(
-        self, repetition: npt.NDArray[np.float32], frequency: npt.NDArray[np.float32],
-        presence: npt.NDArray[np.float32],
-    ) -> Penalties | None:  # fmt: skip
-        """The strengths are those of all sampler rows."""
-        if not self._penalized:
-            return None
-        sizes = [len(tokens) for tokens in self._tokens]
-        places, rows = np.array(self._penalized).T
-        index = np.concatenate(self._tokens) + np.repeat(places * self._vocab_size, sizes)
-        strengths = (self._upload(np.repeat(strength[rows], sizes)) for strength in (repetition, frequency, presence))
-        return Penalties(self._upload(index), self._upload(np.concatenate(self._counts)), *strengths)
 
     def dead_ends(self, logits: Tensor, tokens: Tensor, download: Callable[[Tensor], Tensor]) -> set[int]:
         """Places where nothing was left to choose: those whose token in `tokens` [R] is -inf in the changed logits."""

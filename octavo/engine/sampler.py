@@ -6,20 +6,20 @@ known. It depends on nothing but a sequence's own tokens, so it is the same afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from octavo.backends.base import Device, SamplingTensors
+from octavo.backends.base import Device, Penalties, SamplingTensors
 from octavo.engine.batch import Indices
 from octavo.engine.constraints import Constraints, constraints_of
 from octavo.engine.logit_changes import LogitChanges
 from octavo.engine.logprobs import token_logprobs
 from octavo.engine.noise import noise_keys, noise_stem
-from octavo.engine.penalties import TokenCounts, counts_of
+from octavo.engine.penalties import PenaltyTable, TokenCounts
 from octavo.engine.plan import Chunk, NewSequence, Sampled
 from octavo.engine.types import TokenLogprobs
 
@@ -32,37 +32,38 @@ class Sampler:
     def __init__(self, height: int, vocab_size: int, device: Device, eos_token_ids: Sequence[int] = ()) -> None:
         self._vocab_size, self._device, self._eos_token_ids = vocab_size, device, eos_token_ids
         self._temperature, self._top_p, self._min_p = (np.zeros(height, np.float32) for _ in range(3))
-        self._repetition, self._frequency, self._presence = (np.zeros(height, np.float32) for _ in range(3))
         self._top_k = np.zeros(height, np.int32)
         self._logprobs = np.zeros(height, np.int64)
         self._stems = np.zeros(height, np.uint64)
         self._filtered = np.zeros(height, bool)
         self._prompt_length = np.zeros(height, np.int64)
-        self._listed: dict[int, tuple[int, ...]] = {}
-        self._counts: dict[int, TokenCounts] = {}
+        self._num_noted = np.zeros(height, np.int64)
+        """output tokens that the two below know of"""
+        self._penalized, self._constrained = np.zeros(height, bool), np.zeros(height, bool)
+        self._penalties = PenaltyTable(height, self._upload)
         self._constraints: dict[int, Constraints] = {}
+        self._listed: dict[int, tuple[int, ...]] = {}
 
     def add(self, row: int, new: NewSequence) -> None:
         p = new.sampling
         self._temperature[row], self._top_p[row], self._min_p[row] = p.temperature, p.top_p, p.min_p
         self._top_k[row] = min(p.top_k, self._vocab_size)
         self._filtered[row] = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
-        self._repetition[row], self._frequency[row] = p.repetition_penalty, p.frequency_penalty
-        self._presence[row] = p.presence_penalty
         self._stems[row] = noise_stem(new.seed, new.choice)
-        self._prompt_length[row] = len(new.prompt_token_ids)
+        self._prompt_length[row], self._num_noted[row] = len(new.prompt_token_ids), len(new.output_token_ids)
         self.remove(row)
         top = p.num_logprobs(self._vocab_size)
         self._logprobs[row] = NO_LOGPROBS if top is None else top
         if p.logprob_token_ids is not None:
             self._listed[row] = p.logprob_token_ids
-        if (counts := counts_of(new)) is not None:
-            self._counts[row] = counts
+        self._penalized[row] = self._penalties.add(row, new)
         if (constraints := constraints_of(new, self._eos_token_ids, self._vocab_size)) is not None:
             self._constraints[row] = constraints
+        self._constrained[row] = constraints is not None
 
     def remove(self, row: int) -> None:
-        for kept in (self._listed, self._counts, self._constraints):
+        self._penalties.remove(row)
+        for kept in (self._listed, self._constraints):
             kept.pop(row, None)
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk], rows: Indices) -> list[list[Sampled]]:
@@ -78,8 +79,10 @@ class Sampler:
         positions = np.arange(len(row_of)) + np.repeat(ends - places + 1 - firsts, places)
         reported = np.flatnonzero(self._logprobs[row_of] != NO_LOGPROBS)
         raw = logits[self._upload(reported)] if len(reported) else None
-        changes = self._changes(chunks, rows, firsts)
-        tokens = self._device.ops.sample(logits, self._tensors(row_of, positions, changes))
+        changes = LogitChanges(self._vocab_size, self._upload)
+        penalized = self._follow(chunks, rows, firsts, ends - places + 1, changes)
+        penalties = self._penalties.tensors(firsts[penalized], rows[penalized])
+        tokens = self._device.ops.sample(logits, self._tensors(row_of, positions, changes, penalties))
         dead_ends = changes.dead_ends(logits, tokens, self._device.download)
         if changes.forced:
             forced = np.array(list(changes.forced.items()))
@@ -87,52 +90,66 @@ class Sampler:
         found = {} if raw is None else self._report(raw, tokens, reported, row_of)
         chosen = self._device.download(tokens).tolist()
         sampled = [None if i in dead_ends else Sampled(token, found.get(i)) for i, token in enumerate(chosen)]
-        following = [
-            _accepted(chunk, sampled[first : first + chunk.num_drafts + 1])
-            for chunk, first in zip(chunks, firsts.tolist(), strict=True)
-        ]
+        if len(sampled) == len(chunks):
+            following = [[] if one is None else [one] for one in sampled]
+        else:
+            following = [
+                _accepted(chunk, sampled[first : first + chunk.num_drafts + 1])
+                for chunk, first in zip(chunks, firsts.tolist(), strict=True)
+            ]
         self._note(rows, following)
         return following
 
-    def _changes(self, chunks: Sequence[Chunk], rows: Indices, firsts: Indices) -> LogitChanges:
-        changes = LogitChanges(self._vocab_size, self._upload)
-        if not self._counts and not self._constraints:
-            return changes
-        for chunk, row, first in zip(chunks, rows.tolist(), firsts.tolist(), strict=True):
-            known = chunk.end - chunk.num_drafts
-            drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
-            for follower in self._followers(row):
-                _catch_up(follower, known - int(self._prompt_length[row]), chunk.token_ids[: known - chunk.start])
-                for place, draft in enumerate([*drafts, None], first):
-                    if isinstance(follower, Constraints):
-                        changes.constrain(place, follower)
-                    else:
-                        changes.penalize(place, row, follower, copied=bool(drafts))
-                    if draft is not None:
-                        follower.note(draft)
-                for _ in drafts:
-                    follower.undo()
-        return changes
+    def _follow(
+        self, chunks: Sequence[Chunk], rows: Indices, firsts: Indices, known: Indices, changes: LogitChanges
+    ) -> Indices:
+        """Gathers what the output before each place to sample changes there; `known` [chunks] are tokens before drafts.
 
-    def _followers(self, row: int) -> Iterable[TokenCounts | Constraints]:
-        """What keeps an account of the row's output."""
-        return [kept[row] for kept in (self._counts, self._constraints) if row in kept]
+        Gives the chunks whose penalties are as the table has them: all that have any, but those with drafts.
+        """
+        num_output = known - self._prompt_length[rows]
+        drafted = np.fromiter((c.num_drafts > 0 for c in chunks), bool, len(chunks))
+        penalized, constrained = self._penalized[rows], self._constrained[rows]
+        stale = self._num_noted[rows] != num_output
+        for i in np.flatnonzero(constrained | penalized & (drafted | stale)).tolist():
+            self._follow_one(chunks[i], int(rows[i]), int(firsts[i]), int(num_output[i]), changes)
+        self._num_noted[rows] = num_output
+        return np.flatnonzero(penalized & ~drafted)
+
+    def _follow_one(self, chunk: Chunk, row: int, first: int, num_output: int, changes: LogitChanges) -> None:
+        split = len(chunk.token_ids) - chunk.num_drafts
+        latest, drafts = chunk.token_ids[:split], chunk.token_ids[split:]
+        counts, constraints = self._penalties.of.get(row), self._constraints.get(row)
+        if counts is not None:
+            if counts.num_noted != num_output:
+                _catch_up(counts, num_output, latest)
+                self._penalties.reload(row)
+            for place in _with_drafts(counts, drafts) if drafts else ():
+                self._penalties.draft(first + place, row)
+        if constraints is not None:
+            _catch_up(constraints, num_output, latest)
+            for place in _with_drafts(constraints, drafts):
+                changes.constrain(first + place, constraints)
 
     def _note(self, rows: Indices, following: Sequence[Sequence[Sampled]]) -> None:
-        if not self._counts and not self._constraints:
-            return
-        for row, sampled in zip(rows.tolist(), following, strict=True):
-            for follower in self._followers(row):
-                for one in sampled:
-                    follower.note(one.token_id)
+        self._num_noted[rows] += np.fromiter(map(len, following), np.int64, len(following))
+        row_of = rows.tolist()
+        for i in np.flatnonzero(self._penalized[rows]).tolist():
+            for one in following[i]:
+                self._penalties.note(row_of[i], one.token_id)
+        for i in np.flatnonzero(self._constrained[rows]).tolist():
+            for one in following[i]:
+                self._constraints[row_of[i]].note(one.token_id)
 
-    def _tensors(self, rows: Indices, positions: Indices, changes: LogitChanges) -> SamplingTensors:
+    def _tensors(
+        self, rows: Indices, positions: Indices, changes: LogitChanges, penalties: Penalties | None
+    ) -> SamplingTensors:
         keys = noise_keys(self._stems[rows], positions).view(np.int64)
         return SamplingTensors(
             self._upload(self._temperature[rows]), self._upload(self._top_k[rows]), self._upload(self._top_p[rows]),
             self._upload(self._min_p[rows]), self._upload(keys), all_greedy=not self._temperature[rows].any(),
             needs_filter=bool(self._filtered[rows].any()), mask=changes.mask(), edits=changes.edits(),
-            penalties=changes.penalties(self._repetition, self._frequency, self._presence),
+            penalties=penalties,
         )  # fmt: skip
 
     def _report(self, raw: Tensor, tokens: Tensor, reported: Indices, rows: Indices) -> dict[int, TokenLogprobs]:
@@ -158,6 +175,16 @@ def _catch_up(follower: TokenCounts | Constraints, wanted: int, latest: Sequence
         for token in latest[follower.num_noted - wanted :]:
             follower.note(token)
     assert follower.num_noted == wanted, "tokens of a sequence are missing"
+
+
+def _with_drafts(follower: TokenCounts | Constraints, drafts: Sequence[int]) -> Iterator[int]:
+    """Lets it know none of `drafts`, the first, the first two, … all, and at last none again."""
+    for count, draft in enumerate(drafts):
+        yield count
+        follower.note(draft)
+    yield len(drafts)
+    for _ in drafts:
+        follower.undo()
 
 
 def _accepted(chunk: Chunk, sampled: Sequence[Sampled | None]) -> list[Sampled]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.backends.base import Penalties, SamplingTensors
-from octavo.backends.reference import Ops, apply_penalties, exponential_noise, filter_logits
+from octavo.backends.reference import Ops, exponential_noise, filter_logits
 from tests.backend.conftest import library
 from tests.matrix import sample
 
@@ -123,13 +123,26 @@ def test_rows_with_and_without_filters(ops, reference):
 
 
 def test_penalties(ops, reference):
-    logits = torch.randn(2, 50)
-    index = torch.tensor(sorted(random.sample(range(100), 20)))
-    p = Penalties(index, torch.randint(0, 3, (20,)).float(), torch.full((20,), 1.5), torch.rand(20), torch.rand(20))
-    params = sampling(2, torch.zeros(2), penalties=p)
-    assert torch.equal(ops.sample(logits.clone(), params), reference.sample(logits.clone(), params))
-    changed = apply_penalties(logits.clone(), params)
-    assert torch.equal(ops.sample(logits.clone(), params), changed.argmax(-1))
+    rows, vocab, width = 5, 50, 20
+    logits = torch.randn(rows, vocab)
+    touched = torch.tensor(random.sample(range(rows), 3))
+    tokens = torch.cat([torch.randperm(vocab)[:width] for _ in range(rows)]).int()
+    p = Penalties(
+        touched, torch.randperm(rows)[:3] * width, torch.randint(0, width + 1, (3,)), 0.5 + torch.rand(3),
+        torch.randn(3), torch.randn(3), tokens, torch.randint(0, 3, (rows * width,)).float(),
+    )  # fmt: skip
+    expected = logits.clone()
+    for i, row in enumerate(touched.tolist()):
+        for at in range(int(p.starts[i]), int(p.starts[i] + p.lengths[i])):
+            value, count = logits[row, tokens[at]], p.counts[at]
+            value = value / p.repetition[i] if value > 0 else value * p.repetition[i]
+            expected[row, tokens[at]] = value - p.frequency[i] * count - p.presence[i] * (count > 0)
+    for each in (ops, reference):
+        changed = logits.clone()
+        each.apply_penalties(changed, p)
+        assert torch.equal(changed, expected)
+    params = sampling(rows, torch.zeros(rows), penalties=p)
+    assert torch.equal(ops.sample(logits.clone(), params), expected.argmax(-1))
 
 
 def test_a_row_is_the_same_alone_and_with_any_threads(ops):

@@ -22,8 +22,8 @@ LAYERS = (
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITH_TORCH = (
     "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py",
-    "models/simulated.py", "engine/batch.py", "engine/sampler.py", "engine/logit_changes.py", "engine/logprobs.py",
-    "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/sizing.py",
+    "models/simulated.py", "engine/batch.py", "engine/sampler.py", "engine/logit_changes.py", "engine/penalties.py",
+    "engine/logprobs.py", "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/sizing.py",
     "engine/block_store.py",
 )  # fmt: skip
 """Where torch may be imported, but for those below."""

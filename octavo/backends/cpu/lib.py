@@ -18,7 +18,7 @@ import torch
 
 from octavo.errors import DeviceUnavailable, UsageError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 """Best first."""
 
@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gated_gelu_tanh": (None, (_P, _N, _P, _N, _N)),
     "embed": (c_int, (_P, _N, _P, _P, _N, _N)),
     "filter": (None, (_P, _N, _N, _N, _P, _P, _P, _P)),
+    "penalize": (None, (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P)),
     "sample": (None, (_P, _N, _N, _N, _P, _P, _P)),
     "exponential_noise": (None, (_P, _N, _N, _P)),
     "logprobs": (None, (_P, _N, _N, _N, _P, _P, _P, _N, _P, _P)),
@@ -65,6 +66,7 @@ class Kernels:
     gated_gelu_tanh: Callable[..., None]
     embed: Callable[..., int]
     filter: Callable[..., None]
+    penalize: Callable[..., None]
     sample: Callable[..., None]
     exponential_noise: Callable[..., None]
     logprobs: Callable[..., None]

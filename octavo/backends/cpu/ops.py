@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.backends.base import AttentionMeta, KVCache, SamplingTensors
+from octavo.backends.base import AttentionMeta, KVCache, Penalties, SamplingTensors
 from octavo.backends.cpu.lib import Kernels, KVCacheLayout
 from octavo.backends.cpu.memory import Arena, lazy_zeros
 from octavo.backends.kv import FullAttention, KVFormat
@@ -197,6 +197,16 @@ class CpuOps(Ops):
             tokens.data_ptr(),
         )  # fmt: skip
         return tokens
+
+    def apply_penalties(self, logits: Tensor, p: Penalties) -> None:
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1
+        assert p.tokens.dtype is torch.int32 and p.counts.dtype is torch.float32
+        assert p.rows.dtype is p.starts.dtype is p.lengths.dtype is torch.int64
+        self._kernels.penalize(
+            logits.data_ptr(), logits.stride(0), len(p.rows), p.rows.data_ptr(), p.starts.data_ptr(),
+            p.lengths.data_ptr(), p.repetition.data_ptr(), p.frequency.data_ptr(), p.presence.data_ptr(),
+            p.tokens.data_ptr(), p.counts.data_ptr(),
+        )  # fmt: skip
 
     def apply_bitmask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         vocab = logits.shape[1]
