@@ -114,8 +114,8 @@ class EngineArgs:
     """most prompt tokens that one sequence computes in a step while others wait or run; 0: no limit"""
     max_num_queued_reqs: int | None = _number(None, 1, _MAX_COUNT)
     max_num_queued_tokens: int | None = _number(None, 1, 1 << 40)
-    async_scheduling: bool = True
-    """the next step is planned while this one runs"""
+    async_scheduling: bool | None = None
+    """the next step is planned while this one runs; None: where the device works by itself"""
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_offloading_size: float = _number(0, 0, 1 << 20, float)
@@ -179,7 +179,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    async_scheduling: bool = True
+    async_scheduling: bool | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_offloading_bytes: int = 0

@@ -149,6 +149,8 @@ class Device(ABC):
     dist_backend: str
     kernels: str = "reference"
     """what its arithmetic runs on, for people to read: an instruction set, say"""
+    asynchronous: bool = False
+    """it works by itself while the host does something else, so that planning the next step meanwhile is for free"""
     torch_device: torch.device
     ops: Ops
 

@@ -83,7 +83,8 @@ class Engine:
             max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )  # fmt: skip
-        overlapped = config.async_scheduling and config.speculative_config is None
+        wanted = executor.facts.asynchronous if config.async_scheduling is None else config.async_scheduling
+        overlapped = wanted and config.speculative_config is None
         self._runner = ThreadPoolExecutor(1, "octavo-runner") if overlapped else None
         self._running: _Running | None = None
         self._events: Events = []

@@ -74,6 +74,7 @@ class RankExecutor:
             block_size=sizing.layout.page_size, max_model_len=sizing.max_model_len,
             weights_bytes=worker.model.weights_bytes, kv_cache_bytes=sizing.kv_cache_bytes, load_seconds=seconds,
             prefix_caching=config.enable_prefix_caching,
+            asynchronous=worker.device.asynchronous, fingerprint=worker.fingerprint(sizing.layout.page_size),
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:

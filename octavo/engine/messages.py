@@ -65,6 +65,8 @@ class EngineFacts(msgspec.Struct):
     kv_cache_dtype: str = ""
     """what the KV cache keeps: `dtype`, or a name of `backends.kv.KV_FORMATS`"""
     prefix_caching: bool = False
+    asynchronous: bool = False
+    """the device works by itself while the host plans: the overlapped loop pays"""
     fingerprint: str = ""
     """of everything that the numbers depend on: weights, precision, kernels, instruction set, page size"""
 

@@ -11,8 +11,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -22,6 +24,7 @@ from octavo.backends.kv import KV_FORMATS, KVFormat, group_layers
 from octavo.backends.sim.device import SimDevice
 from octavo.config import DTYPES, EngineConfig
 from octavo.dist.group import SINGLE, Group
+from octavo.engine.fingerprint import fingerprint, numerics, weights_digest
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult
 from octavo.engine.process import log_to_stderr, read_frame, read_settings
@@ -36,6 +39,7 @@ from octavo.models.spec import DecoderSpec, check_divisible
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 
 
@@ -58,14 +62,23 @@ class Worker:
         self.device, self.dtype = choose_device(config, rank)
         self.quantized = choose_kv_format(config.kv_cache_dtype, self.device, self.dtype)
         checkpoint = open_checkpoint(Path(config.path), weights=not isinstance(self.device, SimDevice))
+        self._digest: Future[str] | None = None
         if rank == 0:
             _check_kv(config, checkpoint.spec, self.device, self.dtype, self.quantized)
+            self._digest = in_thread(lambda: weights_digest(checkpoint))
         self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
         self.model: Decoder | SimulatedDecoder
         if isinstance(self.device, SimDevice):
             self.model = SimulatedDecoder(checkpoint, self.device, self.dtype, self.group.size, self.quantized)
         else:
             self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
+
+    def fingerprint(self, page_size: int) -> str:
+        """Of rank 0; waits until the weights' files are read."""
+        assert self._digest is not None, "only rank 0 has one"
+        kv_cache_dtype = self.quantized.name if self.quantized else str(self.dtype)
+        facts = numerics(self._digest.result(), self.device, self.dtype, kv_cache_dtype, page_size, self.group.size)
+        return fingerprint(facts)
 
     def least(self, value: int) -> int:
         """The least of all ranks' values; every rank must call it."""
@@ -83,6 +96,20 @@ class Worker:
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._runner.run(plan)
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Runs beside the loading of weights; a daemon, so that an engine that fails to start need not wait for it."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as err:
+            future.set_exception(err)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _check_kv(

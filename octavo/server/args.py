@@ -99,7 +99,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--max-num-queued-tokens", "max_num_queued_tokens", size,
              "Waiting prompt tokens, beyond which the answer is 503."),
         Flag("--async-scheduling/--no-async-scheduling", "async_scheduling", bool,
-             "Plan the next step while one runs.", switch=True),
+             "Plan the next step while one runs; by itself on devices that work beside the host.", switch=True),
         Flag("-sc --speculative-config", "speculative_config", str, "Speculative decoding, as vLLM's JSON.",
              metavar="JSON"),
         Flag("--max-logprobs", "max_logprobs", int, "Most logprobs that a request may ask for; -1: all tokens."),

@@ -39,6 +39,7 @@ async def version(serving: Serving, request: Request) -> Response:
             "max_model_len": known.max_model_len, "block_size": known.block_size, "num_blocks": known.num_blocks,
             "weights_bytes": known.weights_bytes, "kv_cache_bytes": known.kv_cache_bytes,
             "load_seconds": round(known.load_seconds, 3),
+            "fingerprint": known.fingerprint,
             "default_sampling": default_sampling(serving.llm.default_params),
         }
     )  # fmt: skip

@@ -21,11 +21,26 @@ LAYERS = (
 """Rooms from the ground up, as docs/architecture.md draws them. Rooms on one level do not see each other."""
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITH_TORCH = (
-    "backends", "quant", "dist", "layers", "models/loader.py", "models/decoder.py", "models/rope.py",
-    "models/simulated.py", "engine/batch.py", "engine/sampler.py", "engine/logit_changes.py", "engine/penalties.py",
-    "engine/logprobs.py", "engine/runner.py", "engine/worker.py", "engine/executor.py", "engine/sizing.py",
+    "backends",
+    "dist",
+    "engine/batch.py",
     "engine/block_store.py",
-)  # fmt: skip
+    "engine/executor.py",
+    "engine/fingerprint.py",
+    "engine/logit_changes.py",
+    "engine/logprobs.py",
+    "engine/penalties.py",
+    "engine/runner.py",
+    "engine/sampler.py",
+    "engine/sizing.py",
+    "engine/worker.py",
+    "layers",
+    "models/decoder.py",
+    "models/loader.py",
+    "models/rope.py",
+    "models/simulated.py",
+    "quant",
+)
 """Where torch may be imported, but for those below."""
 TORCH_FREE_ANYWAY = (
     "backends/__init__.py", "backends/kv.py", "backends/names.py", "backends/sim/__init__.py",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Callable
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
@@ -99,6 +100,8 @@ class Library:
         self._dll.oct_isa_supported.argtypes = (c_char_p,)
         self._dll.oct_set_threads.argtypes = (c_int, c_int)
         self.best_isa: str = self._dll.oct_best_isa().decode()
+        self.digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        """SHA-256 of the file"""
 
     def isas(self) -> tuple[str, ...]:
         """What this machine runs, best first."""

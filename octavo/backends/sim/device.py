@@ -43,6 +43,7 @@ class SimDevice(Device):
     """`clock` is the system's, or a virtual one. Work is queued as on a real device; `download` waits for it."""
 
     name = "sim"
+    asynchronous = True
     page_multiple = 1
     dtypes = (torch.bfloat16, torch.float16)
     dist_backend = "gloo"
