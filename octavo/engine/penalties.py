@@ -139,7 +139,7 @@ class PenaltyTable:
             counts = torch.cat((counts, self._upload(np.concatenate([d[3] for d in drafted]))))
         if not len(places):
             return None
-        repetition, frequency, presence = (self._upload(strength) for strength in self._strengths[:, rows])
+        repetition, frequency, presence = (self._upload(of_row[rows]) for of_row in self._strengths)
         return Penalties(
             self._upload(places), self._upload(starts), self._upload(lengths), repetition, frequency, presence,
             tokens, counts,

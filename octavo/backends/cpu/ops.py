@@ -202,6 +202,7 @@ class CpuOps(Ops):
         assert logits.dtype is torch.float32 and logits.stride(1) == 1
         assert p.tokens.dtype is torch.int32 and p.counts.dtype is torch.float32
         assert p.rows.dtype is p.starts.dtype is p.lengths.dtype is torch.int64
+        assert p.repetition.is_contiguous() and p.frequency.is_contiguous() and p.presence.is_contiguous()
         self._kernels.penalize(
             logits.data_ptr(), logits.stride(0), len(p.rows), p.rows.data_ptr(), p.starts.data_ptr(),
             p.lengths.data_ptr(), p.repetition.data_ptr(), p.frequency.data_ptr(), p.presence.data_ptr(),
