@@ -10,12 +10,12 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
+from octavo.clock import SYSTEM_CLOCK, Clock
 from octavo.config import EngineConfig
 from octavo.engine.links import Links
 from octavo.engine.messages import (
@@ -73,8 +73,8 @@ class Engine:
     the loop is plain.
     """
 
-    def __init__(self, config: EngineConfig, links: Links, executor: Executor) -> None:
-        self.links, self.executor = links, executor
+    def __init__(self, config: EngineConfig, links: Links, executor: Executor, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.links, self.executor, self.clock = links, executor, clock
         self.scheduler = Scheduler(
             executor.layout, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=executor.facts.max_model_len, vocab_size=config.vocab_size,
@@ -136,7 +136,7 @@ class Engine:
         try:
             if self._draining:
                 raise Overloaded("the engine is shutting down", fix="ask again when it is back")
-            self._events += self.scheduler.add(request, time.time())
+            self._events += self.scheduler.add(request, self.clock.time())
         except Exception as err:
             if not isinstance(err, OctavoError):
                 log.exception("request %s could not be admitted", request.request_id)
@@ -151,10 +151,10 @@ class Engine:
 
     def _look_around(self) -> None:
         """What time brings: deadlines, and clients that are gone."""
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if now - self._last_tick >= TICK_S:
             self._last_tick = now
-            self._events += self.scheduler.expire(time.time())
+            self._events += self.scheduler.expire(self.clock.time())
         if now - self._last_life_check >= LIFE_CHECK_S:
             self._last_life_check = now
             for client_id in self.links.departed():
@@ -183,7 +183,7 @@ class Engine:
             self._step_overlapped(self._runner)
 
     def _step_plain(self) -> None:
-        plan = self.scheduler.plan(time.time())
+        plan = self.scheduler.plan(self.clock.time())
         if not plan.chunks:
             self._fall_idle()
             return
@@ -199,7 +199,7 @@ class Engine:
 
     def _step_overlapped(self, runner: ThreadPoolExecutor) -> None:
         """Plans the next step while one runs, and starts it as soon as that one's tokens are known."""
-        plan, before = self.scheduler.plan(time.time()), self._running
+        plan, before = self.scheduler.plan(self.clock.time()), self._running
         if before is None:
             if plan.chunks:
                 self._start(runner, plan)
@@ -251,7 +251,7 @@ class Engine:
             raise EngineDead(f"{self._failed_steps} steps in a row failed, the last with {cause!r}") from err
 
     def _fall_idle(self) -> None:
-        now = time.monotonic()
+        now = self.clock.monotonic()
         if self._ran and now - self._last_idle_check >= IDLE_CHECK_S:
             self._last_idle_check = now
             self.scheduler.check_integrity()
