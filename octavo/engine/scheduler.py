@@ -188,7 +188,7 @@ class Scheduler:
         self.blocks.trim(sequence.held, sequence.num_planned_tokens)
         while not self.blocks.extend(sequence.held, end):
             victim = self._last_paused() or self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return False
         return True
@@ -198,7 +198,8 @@ class Scheduler:
             return None
         return next((s for s in reversed(self.running) if s.request.client_id in self.paused_clients), None)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes the blocks of a running sequence; it waits and goes on later."""
         self.running.remove(sequence)
         self.blocks.release(sequence.held)
         self._removed.append(sequence.sequence_id)
@@ -215,7 +216,7 @@ class Scheduler:
                 return
             if self.running[-1].priority <= urgent.priority:
                 return
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
 
     def _plan_waiting(self, chunks: list[Chunk], budget: int, now: float) -> None:
         """Lets sequences in, in order, while budget, places and blocks for all their known tokens last.
@@ -230,7 +231,7 @@ class Scheduler:
             if start is None:
                 continue
             while not self._has_place(sequence, start) and (paused := self._last_paused()):
-                self._preempt(paused)
+                self.preempt(paused)
             if not self._has_place(sequence, start):
                 break
             self._begin(sequence, start, now)
@@ -377,7 +378,7 @@ class Scheduler:
                 continue
             sequence.back_to_computed()
             if sequence.held.tables[0] and self.blocks.trimmed_too_far(sequence.held, sequence.num_computed_tokens):
-                self._preempt(sequence)
+                self.preempt(sequence)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 

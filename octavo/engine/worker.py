@@ -87,9 +87,9 @@ class Worker:
 
     def prepare(self, settings: Prepare) -> None:
         """Allocates the KV cache."""
-        layout = KVLayout(settings.page_size, tuple(g.spec for g in self.model.kv_groups), settings.num_blocks)
+        self.layout = KVLayout(settings.page_size, tuple(g.spec for g in self.model.kv_groups), settings.num_blocks)
         self._runner = Runner(
-            self.model, self.device, layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
+            self.model, self.device, self.layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
             max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
             eos_token_ids=self.config.eos_token_ids, quantized=self.quantized,
         )  # fmt: skip
