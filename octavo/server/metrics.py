@@ -64,9 +64,17 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self.labels, count)
             yield counter
+        yield self._rejections(stats)
         yield from self._prompt_sources(stats)
         yield self._iteration_tokens(stats)
         yield self._cache_config()
+
+    def _rejections(self, stats: Stats) -> Metric:
+        text = "Requests refused at admission, by the limit that refused them."
+        counter = CounterMetricFamily(names.ADMISSION_REJECTIONS, text, labels=["model_name", "reason"])
+        for reason in sorted({"max_num_queued_reqs", "max_num_queued_tokens"} | set(stats.rejected)):
+            counter.add_metric([self.labels[0], reason], stats.rejected.get(reason, 0))
+        return counter
 
     def _prompt_sources(self, stats: Stats) -> Iterator[Metric]:
         """Host memory and disk are external in vLLM's words, as a connector brings them there."""

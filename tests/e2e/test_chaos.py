@@ -262,3 +262,20 @@ def ask(port: int, method: str, path: str, body: object = None) -> int:
         return 0
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_answers_503_and_when_to_come_back(start, stream):
+    server = start("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    running = begun(server, slow(1000))
+    waiting = server.open_stream(COMPLETIONS, slow(3))
+    wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == 1, 5, "one waits")
+    status, headers, body = server.call("POST", COMPLETIONS, quick(3, stream=stream))
+    assert status == 503
+    assert int(headers["retry-after"]) >= 1
+    error = json.loads(body)["error"]
+    assert "1 requests are waiting; limit: 1 (--max-num-queued-reqs)" in error["message"]
+    wait_until(lambda: server.metrics()["vllm:admission_rejections_total"] == 1, 5, "it is counted")
+    running.cut()
+    assert list(events(waiting.rest()))[-1] == "[DONE]"
+    assert server.post(COMPLETIONS, quick(3))[0] == 200
