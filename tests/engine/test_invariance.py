@@ -15,6 +15,7 @@ import pytest
 
 from octavo.backends.cpu import lib
 from octavo.config import EngineArgs, resolve
+from octavo.engine.plan import StepPlan, StepResult, fill_in
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.types import Request, SamplingParams, TokenEvent
 from octavo.engine.worker import Prepare, Worker
@@ -63,7 +64,7 @@ class Lab:
 
     def run(
         self, requests: list[Request], *, blocks: int = 2000, chunk: int = 0, caching: bool = False, rounds: int = 1,
-        disturb: Callable[[Scheduler], None] | None = None,
+        disturb: Callable[[Scheduler], None] | None = None, overlapped: bool = False,
     ) -> tuple[Answers, Scheduler]:  # fmt: skip
         """The answers of the last round."""
         self.worker.prepare(Prepare(PAGE, (blocks,), LONGEST))
@@ -72,20 +73,27 @@ class Lab:
             eos_token_ids=(), long_prefill_token_threshold=chunk, enable_prefix_caching=caching,
         )  # fmt: skip
         for _ in range(rounds):
-            answers = self._round(scheduler, requests, disturb)
+            answers = self._round(scheduler, requests, disturb, overlapped)
         return answers, scheduler
 
     def _round(
-        self, scheduler: Scheduler, requests: list[Request], disturb: Callable[[Scheduler], None] | None
-    ) -> Answers:
+        self, scheduler: Scheduler, requests: list[Request], disturb: Callable[[Scheduler], None] | None,
+        overlapped: bool,
+    ) -> Answers:  # fmt: skip
         events: defaultdict[str, list[TokenEvent]] = defaultdict(list)
         for request in requests:
             scheduler.add(request, 0.0)
-        while scheduler.has_work:
+        before: tuple[StepPlan, StepResult] | None = None
+        while scheduler.has_work or before is not None:
             if disturb is not None:
                 disturb(scheduler)
-            plan = scheduler.plan(0.0)
-            for _, event in scheduler.commit(plan, self.worker.run(plan)):
+            plan, done = scheduler.plan(0.0), before
+            if done is not None:
+                fill_in(plan, *done)
+            before = (plan, self.worker.run(plan)) if plan.chunks else None
+            if not overlapped:
+                done, before = before, None
+            for _, event in scheduler.commit(*done) if done is not None else ():
                 events[event.request_id].append(event)
             scheduler.check_integrity()
         return {name: [(e.token_ids, e.logprobs, e.prompt_logprobs) for e in found] for name, found in events.items()}
@@ -116,6 +124,10 @@ def same(alone: Answers, answers: Answers, how: str) -> None:
 
 def test_in_a_full_batch(lab, requests, alone):
     same(alone, lab.run(requests)[0], "in a batch")
+
+
+def test_in_the_overlapped_loop(lab, requests, alone):
+    same(alone, lab.run(requests, blocks=80, caching=True, overlapped=True)[0], "in the overlapped loop")
 
 
 def test_with_a_warm_prefix_cache(lab, requests, alone):
