@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
@@ -124,8 +125,8 @@ class EngineArgs:
     """where blocks that leave host memory are kept, across restarts; None: nowhere"""
     kv_offloading_dir_size: float = _number(16, 0, 1 << 20, float, above=True)
     """GiB that `kv_offloading_dir` may hold"""
-    speculative_config: str | None = None
-    """JSON, as vLLM's: method, num_speculative_tokens, model, …"""
+    speculative_config: str | dict[str, Any] | None = None
+    """vLLM's keys, or JSON of them; see `Speculation`"""
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = ()
     """NAME=PATH of adapters to load at start"""
@@ -143,6 +144,96 @@ class EngineArgs:
 
     def verify(self) -> None:
         _verify(self)
+        parse_speculation(self.speculative_config)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How tokens are guessed ahead of the model. Names and meaning are those of vLLM's `speculative_config`.
+
+    Guesses change no answer: a guess is taken only where it is the token that the model itself gives.
+    """
+
+    method: str
+    num_speculative_tokens: int = _number(None, 1, 32)
+    """most guesses at a time; a sequence whose guesses fail gets fewer"""
+    prompt_lookup_min: int = _number(5, 1, 64)
+    """ngram: a place earlier in the text counts if its last so many tokens are the same"""
+    prompt_lookup_max: int = _number(5, 1, 64)
+    """ngram: of such places the one with the most tokens the same is taken, up to so many"""
+    model: str | None = None
+    """draft_model: a smaller model with the same tokens; its path once the model is found"""
+    draft_tensor_parallel_size: int = _number(1, 1, 1)
+    disable_by_batch_size: int = _number(32, 1, _MAX_COUNT)
+    """no guesses in steps that generate for more sequences: computing is then dearer than reading weights"""
+
+
+METHODS = ("ngram", "draft_model")
+_KEYS = {f.name: f.metadata.get("range") for f in fields(Speculation)}
+
+
+def parse_speculation(given: str | dict[str, Any] | None) -> Speculation | None:
+    """Raises UsageError naming key, value and limit."""
+    if given is None:
+        return None
+    settings = _read_object(given)
+    settings = {key: value for key, value in settings.items() if value is not None}
+    for key, value in settings.items():
+        if key not in _KEYS:
+            raise _bad_speculation(f"unknown key {_short(key)}", ", ".join(_KEYS), "correct it or leave it out")
+        limits = _KEYS[key]
+        if limits is not None and not limits.holds(value):
+            raise _bad_speculation(f"{key} is {_short(value)}", f"{limits}", "choose a whole number within it")
+        if limits is None and not (isinstance(value, str) and value):
+            raise _bad_speculation(f"{key} is {_short(value)}", "a text", "correct it")
+    if settings.get("model") in ("ngram", "[ngram]"):  # how older servers were told
+        settings = {"method": "ngram", **{key: value for key, value in settings.items() if key != "model"}}
+    method = settings.setdefault("method", "draft_model" if "model" in settings else None)
+    if method not in METHODS:
+        what = "method is missing" if method is None else f"method is {_short(method)}"
+        raise _bad_speculation(what, " or ".join(METHODS), "choose one")
+    return _checked(Speculation(**_lookup_lengths(settings)))
+
+
+def _read_object(given: str | dict[str, Any]) -> dict[str, Any]:
+    read: Any = given
+    if isinstance(given, str):
+        try:
+            read = json.loads(given)
+        except (ValueError, RecursionError):
+            raise _bad_speculation(f"{_short(given)} is no JSON", "an object", f"such as {_EXAMPLE}") from None
+    if not isinstance(read, dict):
+        raise _bad_speculation(f"{_short(read)} is no object", "an object", f"such as {_EXAMPLE}")
+    return read
+
+
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5}'
+
+
+def _lookup_lengths(settings: dict[str, Any]) -> dict[str, Any]:
+    """Where one of the two is given, the other is the same."""
+    least, most = settings.get("prompt_lookup_min"), settings.get("prompt_lookup_max")
+    given = {"prompt_lookup_min": least or most, "prompt_lookup_max": most or least}
+    return {**settings, **(given if least or most else {})}
+
+
+def _checked(speculation: Speculation) -> Speculation:
+    if speculation.num_speculative_tokens is None:
+        raise _bad_speculation("num_speculative_tokens is missing", f"{_KEYS['num_speculative_tokens']}", "give it")
+    if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
+        raise _bad_speculation(
+            f"prompt_lookup_min is {speculation.prompt_lookup_min}",
+            f"prompt_lookup_max, {speculation.prompt_lookup_max}", "lower it",
+        )  # fmt: skip
+    if speculation.method == "draft_model" and speculation.model is None:
+        raise _bad_speculation("model is missing", "method draft_model needs one", "name a smaller model")
+    if speculation.method == "ngram" and speculation.model is not None:
+        raise _bad_speculation(f"model is {_short(speculation.model)}", "method ngram uses none", "leave one out")
+    return speculation
+
+
+def _bad_speculation(what: str, limit: str, fix: str) -> UsageError:
+    return UsageError(f"--speculative-config: {what}", limit=limit, fix=fix, param="speculative_config")
 
 
 @dataclass(frozen=True)
@@ -185,7 +276,7 @@ class EngineConfig:
     kv_offloading_bytes: int = 0
     kv_offloading_dir: str | None = None
     kv_offloading_dir_bytes: int = 0
-    speculative_config: str | None = None
+    speculative_config: Speculation | None = None
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = ()
     max_loras: int = 8
@@ -202,7 +293,10 @@ class EngineConfig:
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> EngineConfig:
         tuples = {k: tuple(fields[k]) for k in ("eos_token_ids", "lora_modules", "warnings")}
-        return EngineConfig(**{**fields, **tuples})
+        speculation = fields["speculative_config"]
+        if speculation is not None:
+            speculation = Speculation(**speculation)
+        return EngineConfig(**{**fields, **tuples, "speculative_config": speculation})
 
 
 def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
@@ -247,8 +341,9 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
         kv_cache_dtype=args.kv_cache_dtype, kv_offloading_bytes=int(args.kv_offloading_size * GIB),
         kv_offloading_dir=args.kv_offloading_dir,
         kv_offloading_dir_bytes=int(args.kv_offloading_dir_size * GIB) if args.kv_offloading_dir else 0,
-        speculative_config=args.speculative_config, enable_lora=args.enable_lora or bool(args.lora_modules),
-        lora_modules=args.lora_modules, max_loras=args.max_loras, max_lora_rank=args.max_lora_rank,
+        speculative_config=parse_speculation(args.speculative_config),
+        enable_lora=args.enable_lora or bool(args.lora_modules), lora_modules=args.lora_modules,
+        max_loras=args.max_loras, max_lora_rank=args.max_lora_rank,
         max_model_len_asked=args.max_model_len is not None,
     )  # fmt: skip
 

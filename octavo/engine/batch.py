@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -14,6 +14,7 @@ from octavo.engine.pages import KVLayout
 from octavo.engine.plan import Chunk
 
 Indices = npt.NDArray[np.int64]
+Table = npt.NDArray[np.int32]
 
 
 class Rows:
@@ -45,34 +46,41 @@ class BatchBuilder:
     def __init__(self, layout: KVLayout, height: int, max_model_len: int, device: Device) -> None:
         self._page_size = layout.page_size
         width = -(-max_model_len // layout.page_size)
-        self._tables = [np.zeros((height, width), np.int32) for _ in layout.specs]
+        self.tables: list[Table] = [np.zeros((height, width), np.int32) for _ in layout.specs]
         self._device = device
 
     def build(self, chunks: Sequence[Chunk], rows: Indices) -> tuple[ForwardBatch, Indices]:
         """The batch, and for each chunk the row of its last token among the batch's tokens [S]."""
         for chunk, row in zip(chunks, rows.tolist(), strict=True):
             if any(chunk.new_blocks):  # in decoding, one step in page_size
-                for table, first, new in zip(self._tables, chunk.first_new_block, chunk.new_blocks, strict=True):
+                for table, first, new in zip(self.tables, chunk.first_new_block, chunk.new_blocks, strict=True):
                     table[row, first : first + len(new)] = new
-        count = len(chunks)
-        lengths = np.fromiter((len(c.token_ids) for c in chunks), np.int64, count)
-        starts = np.fromiter((c.start for c in chunks), np.int64, count)
+        lengths = np.fromiter((len(c.token_ids) for c in chunks), np.int64, len(chunks))
+        starts = np.fromiter((c.start for c in chunks), np.int64, len(chunks))
+        tokens = chain.from_iterable(c.token_ids for c in chunks)
+        width = -(-int((starts + lengths).max()) // self._page_size)
+        tables = [table[rows, :width] for table in self.tables]
+        return self.assemble(tokens, starts, lengths, tables), np.cumsum(lengths) - 1
+
+    def assemble(
+        self, token_ids: Iterable[int], starts: Indices, lengths: Indices, tables: Sequence[Table]
+    ) -> ForwardBatch:
+        """Of `lengths[s]` tokens at positions from `starts[s]`, with `tables[g][s]` as block tables."""
         ends = np.cumsum(lengths)
-        token_ids = np.fromiter(chain.from_iterable(c.token_ids for c in chunks), np.int64, int(ends[-1]))
-        positions = np.arange(len(token_ids)) + np.repeat(starts - (ends - lengths), lengths)
+        tokens = np.fromiter(token_ids, np.int64, int(ends[-1]))
+        positions = np.arange(len(tokens)) + np.repeat(starts - (ends - lengths), lengths)
         query_start = self._upload(np.concatenate(([0], ends)).astype(np.int32))
         seq_lens = self._upload((starts + lengths).astype(np.int32))
-        width = -(-int((starts + lengths).max()) // self._page_size)
         block, offset = np.divmod(positions, self._page_size)
-        token_rows = np.repeat(rows, lengths)
+        owners = np.repeat(np.arange(len(lengths)), lengths)
         attention = tuple(
             AttentionMeta(
-                query_start, seq_lens, self._upload(table[rows, :width]),
-                self._upload(table[token_rows, block].astype(np.int64) * self._page_size + offset), self._page_size,
+                query_start, seq_lens, self._upload(table),
+                self._upload(table[owners, block].astype(np.int64) * self._page_size + offset), self._page_size,
             )
-            for table in self._tables
+            for table in tables
         )  # fmt: skip
-        return ForwardBatch(self._upload(token_ids), self._upload(positions), attention), ends - 1
+        return ForwardBatch(self._upload(tokens), self._upload(positions), attention)
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return self._device.upload(torch.from_numpy(array))

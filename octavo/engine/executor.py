@@ -55,7 +55,9 @@ class RankExecutor:
         self.worker = worker = Worker(config, 0, self._directory, progress)
         budget, reason = kv_budget(config, worker.device, config.tensor_parallel_size)
         budget = min(budget, worker.least(worker.device.memory()[1]))
-        sizing = size_kv(config, worker.device, worker.model.kv_groups, worker.dtype, budget, reason, worker.quantized)
+        draft = worker.draft_model.kv_groups if worker.draft_model else ()
+        groups = worker.model.kv_groups
+        sizing = size_kv(config, worker.device, groups, worker.dtype, budget, reason, worker.quantized, draft)
         if sizing.warning:
             log.warning("%s", sizing.warning)
         self.layout = sizing.layout
@@ -65,15 +67,17 @@ class RankExecutor:
         self.facts = self._facts(config, sizing, time.monotonic() - begin)
 
     def _facts(self, config: EngineConfig, sizing: Sizing, seconds: float) -> EngineFacts:
-        worker = self.worker
+        worker, speculation = self.worker, config.speculative_config
         dtype = str(worker.dtype).removeprefix("torch.")
+        draft_bytes = worker.draft_model.weights_bytes if worker.draft_model else 0
         return EngineFacts(
             pid=os.getpid(), device=worker.device.name, dtype=dtype,
             kv_cache_dtype=worker.quantized.name if worker.quantized else dtype,
             kernels=getattr(worker.device, "kernels", "reference"), num_blocks=sum(sizing.layout.num_blocks),
             block_size=sizing.layout.page_size, max_model_len=sizing.max_model_len,
-            weights_bytes=worker.model.weights_bytes, kv_cache_bytes=sizing.kv_cache_bytes, load_seconds=seconds,
-            prefix_caching=config.enable_prefix_caching,
+            weights_bytes=worker.model.weights_bytes + draft_bytes, kv_cache_bytes=sizing.kv_cache_bytes,
+            load_seconds=seconds, prefix_caching=config.enable_prefix_caching,
+            num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
             asynchronous=worker.device.asynchronous, fingerprint=worker.fingerprint(sizing.layout.page_size),
         )  # fmt: skip
 

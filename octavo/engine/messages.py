@@ -67,6 +67,7 @@ class EngineFacts(msgspec.Struct):
     prefix_caching: bool = False
     asynchronous: bool = False
     """the device works by itself while the host plans: the overlapped loop pays"""
+    num_speculative_tokens: int = 0
     fingerprint: str = ""
     """of everything that the numbers depend on: weights, precision, kernels, instruction set, page size"""
 

@@ -53,6 +53,9 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     with usable(args.tokenizer or args.model, "tokenizer"):
         tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, source)
+    if config.speculative_config is not None and config.speculative_config.model is not None:
+        draft = find_draft(config.speculative_config.model, args, tokenizer, on_progress)
+        config = replace(config, speculative_config=replace(config.speculative_config, model=str(draft)))
     defaults = default_params(checkpoint.generation_config, config.vocab_size)
     if defaults:
         listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
@@ -73,6 +76,24 @@ def check_vocabulary(tokens: int, rows: int, source: Path) -> None:
         )  # fmt: skip
     if 2 * tokens < rows:
         log.warning("the tokenizer of %s has %d token ids, and the model knows %d: %s", source, tokens, rows, fix)
+
+
+def find_draft(name: str, args: EngineArgs, tokenizer: Tokenizer, on_progress: OnProgress | None) -> Path:
+    """The draft model's path. Raises what `prepare` does, and UsageError where its tokens are not those of the model,
+    as its guesses would then mean something else."""
+    path = resolve_model(name, args.download_dir, _fetching(on_progress))
+    with usable(name, "speculative_config"):
+        open_checkpoint(path, weights=reads_weights(args.device))
+        other = load_tokenizer(path)
+    for token in range(max(tokenizer.vocab_size, other.vocab_size)):
+        if tokenizer.token_bytes(token) != other.token_bytes(token):
+            theirs, ours = other.token_text(token), tokenizer.token_text(token)
+            raise UsageError(
+                f"--speculative-config: model {shown(name)} has other tokens than {shown(args.model)}",
+                limit=f"the same, but token {token} is {theirs!r}, not {ours!r}",
+                fix="choose a draft model of the same family, or method ngram", param="speculative_config",
+            )  # fmt: skip
+    return path
 
 
 def _fetching(on_progress: OnProgress | None) -> Callable[[str, int, int], None] | None:

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.backends.base import Device, ForwardBatch, KVCache, allocating
 from octavo.backends.kv import KVFormat, KVGroup
+from octavo.config import Speculation
 from octavo.engine.batch import BatchBuilder, Indices, Rows
+from octavo.engine.draft_model import DraftCaches, DraftModelProposer
+from octavo.engine.drafting import Proposer
 from octavo.engine.logprobs import token_logprobs
+from octavo.engine.ngram import NgramProposer
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import Chunk, Move, NewSequence, SequenceFault, StepPlan, StepResult
+from octavo.engine.plan import Chunk, Move, NewSequence, Sampled, SequenceFault, StepPlan, StepResult
 from octavo.engine.sampler import Sampler
 from octavo.engine.types import TokenLogprobs
+from octavo.models.decoder import Decoder
 
 LOGITS_AT_ONCE = 1 << 24
 """elements of a slice of prompt logits (64 MiB of float32), which a long prompt with a large vocabulary would exceed"""
@@ -38,7 +44,7 @@ class Runner:
     def __init__(
         self, model: Model, device: Device, layout: KVLayout, dtype: torch.dtype, *, max_num_seqs: int,
         max_model_len: int, vocab_size: int, rank: int = 0, eos_token_ids: Sequence[int] = (),
-        quantized: KVFormat | None = None,
+        quantized: KVFormat | None = None, speculation: Speculation | None = None, draft_model: Decoder | None = None,
     ) -> None:  # fmt: skip
         self._model, self._device, self._rank, self._vocab_size = model, device, rank, vocab_size
         self._rows = Rows(max_num_seqs)
@@ -46,6 +52,20 @@ class Runner:
         self._sampler = Sampler(max_num_seqs, vocab_size, device, eos_token_ids)
         self._prompts: dict[int, tuple[Tensor, int]] = {}
         self._kv = allocate_caches(model.kv_groups, device, layout, dtype, quantized)
+        self._moved = [[self._kv[layer] for layer in group.layers] for group in model.kv_groups]
+        self._proposer: Proposer | None = None
+        if speculation is None or rank != 0:
+            return
+        if draft_model is None:
+            self._proposer = NgramProposer(speculation, max_model_len)
+            return
+        caches = DraftCaches(draft_model, device, layout, dtype, quantized, max_num_seqs, speculation)
+        for group, moved in enumerate(self._moved):
+            moved += caches.of_group(group)
+        self._proposer = DraftModelProposer(
+            speculation, draft_model, device, caches, self._builder, self._sampler, layout.page_size, max_model_len,
+            vocab_size,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -60,26 +80,54 @@ class Runner:
         batch, last_tokens = self._builder.build(chunks, rows)
         hidden = self._model.forward(batch, self._kv)
         prompt_logprobs = self._prompt_logprobs(chunks, hidden, last_tokens)
-        sampling = np.flatnonzero(np.fromiter((c.sample for c in chunks), bool, len(chunks)))
-        if not len(sampling):
-            return StepResult([], prompt_logprobs)
-        hidden = hidden[self._device.upload(torch.from_numpy(last_tokens[sampling]))]
-        logits = self._model.logits(hidden)
+        following = self._sample(chunks, rows, hidden, last_tokens)
         if self._rank != 0:
             return StepResult([], {})
-        sampled = self._sampler.sample(logits, [chunks[i] for i in sampling], rows[sampling])
-        usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).tolist()
-        return StepResult([s if u else None for s, u in zip(sampled, usable, strict=True)], prompt_logprobs)
+        return StepResult(following, prompt_logprobs, self._propose(chunks, rows, following))
+
+    def _sample(
+        self, chunks: Sequence[Chunk], rows: Indices, hidden: Tensor, last_tokens: Indices
+    ) -> list[list[Sampled] | None]:
+        """For each chunk with `sample`, what follows it; nothing on other ranks than 0."""
+        sampling = np.flatnonzero(np.fromiter((c.sample for c in chunks), bool, len(chunks)))
+        if not len(sampling):
+            return []
+        chosen = [chunk for chunk in chunks if chunk.sample]
+        places = np.fromiter((c.num_drafts + 1 for c in chosen), np.int64, len(chosen))
+        ends = np.cumsum(places)
+        index = np.arange(ends[-1]) + np.repeat(last_tokens[sampling] + 1 - ends, places)
+        hidden = hidden[self._device.upload(torch.from_numpy(index))]
+        logits = self._model.logits(hidden)
+        if self._rank != 0:
+            return []
+        sampled = self._sampler.sample(logits, chosen, rows[sampling])
+        usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).numpy()
+        if usable.all():
+            return [*sampled]
+        return [_numbers(s, u) for s, u in zip(sampled, np.split(usable, ends[:-1]), strict=True)]
+
+    def _propose(
+        self, chunks: Sequence[Chunk], rows: Indices, following: Sequence[list[Sampled] | None]
+    ) -> dict[int, list[int]]:
+        if self._proposer is None:
+            return {}
+        sampled = iter(following)
+        answers = [next(sampled) if chunk.sample else None for chunk in chunks]
+        given = [None if answer is None else [one.token_id for one in answer] for answer in answers]
+        return self._proposer.propose(chunks, rows.tolist(), given)
 
     def _move(self, moves: Sequence[Move]) -> None:
         """Before all that may fail: a step that fails is planned again without its moves."""
         for move in moves:
-            for layer in self._model.kv_groups[move.group].layers:
-                self._device.copy_block(self._kv[layer], move.source, move.target)
+            for cache in self._moved[move.group]:
+                self._device.copy_block(cache, move.source, move.target)
 
     def _learn(self, new: NewSequence) -> None:
         try:
-            self._sampler.add(self._rows.add(new.sequence_id), new)
+            row = self._rows.add(new.sequence_id)
+            self._sampler.add(row, new)
+            if self._proposer is not None:
+                self._proposer.add(row, new)
             if (top := new.sampling.num_prompt_logprobs(self._vocab_size)) is not None:
                 self._prompts[new.sequence_id] = (torch.tensor(new.prompt_token_ids, dtype=torch.int64), top)
         except Exception as err:
@@ -89,6 +137,8 @@ class Runner:
         row = self._rows.remove(sequence_id)
         if row is not None:
             self._sampler.remove(row)
+            if self._proposer is not None:
+                self._proposer.remove(row)
         self._prompts.pop(sequence_id, None)
 
     def _prompt_logprobs(
@@ -110,6 +160,11 @@ class Runner:
                 if self._rank == 0:
                     mine += token_logprobs(self._device, logits, self._device.upload(targets), [top] * len(targets))
         return found
+
+
+def _numbers(sampled: list[Sampled], usable: npt.NDArray[np.bool_]) -> list[Sampled] | None:
+    """Of what was sampled, as far as the model's output was `usable` numbers."""
+    return sampled[: int(usable.argmin())] or None if not usable.all() else sampled
 
 
 def allocate_caches(

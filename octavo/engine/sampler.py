@@ -6,7 +6,7 @@ known. It depends on nothing but a sequence's own tokens, so it is the same afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -82,11 +82,7 @@ class Sampler:
         changes = LogitChanges(self._vocab_size, self._upload)
         penalized = self._follow(chunks, rows, firsts, ends - places + 1, changes)
         penalties = self._penalties.tensors(firsts[penalized], rows[penalized])
-        tokens = self._device.ops.sample(logits, self._tensors(row_of, positions, changes, penalties))
-        dead_ends = changes.dead_ends(logits, tokens, self._device.download)
-        if changes.forced:
-            forced = np.array(list(changes.forced.items()))
-            tokens[self._upload(forced[:, 0])] = self._upload(forced[:, 1])
+        tokens, dead_ends = self._choose(logits, row_of, positions, changes, penalties)
         found = {} if raw is None else self._report(raw, tokens, reported, row_of)
         chosen = self._device.download(tokens).tolist()
         sampled = [None if i in dead_ends else Sampled(token, found.get(i)) for i, token in enumerate(chosen)]
@@ -99,6 +95,48 @@ class Sampler:
             ]
         self._note(rows, following)
         return following
+
+    def guess(self, logits: Tensor, rows: Indices, positions: Indices) -> list[int | None]:
+        """What would be sampled at `positions` if `logits` [R, V], one row for each of `rows`, were the model's.
+
+        None where no token is left. The guesses count as output until `take_back`.
+        """
+        changes = LogitChanges(self._vocab_size, self._upload)
+        for place, row in enumerate(rows.tolist()):
+            if row in self._penalties.of:
+                self._penalties.draft(place, row)
+            if row in self._constraints:
+                changes.constrain(place, self._constraints[row])
+        none = np.zeros(0, np.int64)
+        tokens, dead_ends = self._choose(logits, rows, positions, changes, self._penalties.tensors(none, none))
+        guesses = [None if i in dead_ends else t for i, t in enumerate(self._device.download(tokens).tolist())]
+        for row, guess in zip(rows.tolist(), guesses, strict=True):
+            if guess is not None:
+                for follower in self._followers(row):
+                    follower.note(guess)
+        return guesses
+
+    def take_back(self, row: int, count: int) -> None:
+        """The last `count` tokens of the row were only guesses."""
+        for follower in self._followers(row):
+            for _ in range(count):
+                follower.undo()
+
+    def _followers(self, row: int) -> list[TokenCounts | Constraints]:
+        """What keeps an account of the row's output."""
+        kept: tuple[Mapping[int, TokenCounts | Constraints], ...] = (self._penalties.of, self._constraints)
+        return [followers[row] for followers in kept if row in followers]
+
+    def _choose(
+        self, logits: Tensor, rows: Indices, positions: Indices, changes: LogitChanges, penalties: Penalties | None
+    ) -> tuple[Tensor, set[int]]:
+        """A token for each row of the logits, which are those of sampler `rows`; and where none was left."""
+        tokens = self._device.ops.sample(logits, self._tensors(rows, positions, changes, penalties))
+        dead_ends = changes.dead_ends(logits, tokens, self._device.download)
+        if changes.forced:
+            forced = np.array(list(changes.forced.items()))
+            tokens[self._upload(forced[:, 0])] = self._upload(forced[:, 1])
+        return tokens, dead_ends
 
     def _follow(
         self, chunks: Sequence[Chunk], rows: Indices, firsts: Indices, known: Indices, changes: LogitChanges

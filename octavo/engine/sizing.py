@@ -10,6 +10,7 @@ import torch
 from octavo.backends.base import Device
 from octavo.backends.kv import KVFormat, KVGroup
 from octavo.config import GIB, EngineConfig
+from octavo.engine.draft_model import place_layers, spare_blocks
 from octavo.engine.pages import KVLayout, peak_blocks
 from octavo.errors import NotEnoughMemory, UsageError
 
@@ -58,15 +59,21 @@ def kv_budget(config: EngineConfig, device: Device, num_ranks: int) -> tuple[int
 
 def size_kv(
     config: EngineConfig, device: Device, groups: tuple[KVGroup, ...], dtype: torch.dtype, budget: int, reason: str,
-    quantized: KVFormat | None = None,
+    quantized: KVFormat | None = None, draft: tuple[KVGroup, ...] = (),
 ) -> Sizing:  # fmt: skip
-    """Cuts `budget` bytes into blocks, never more than `max_num_seqs` longest sequences need.
+    """Cuts `budget` bytes into blocks, never more than `max_num_seqs` longest sequences need; a block holds what the
+    layers of a `draft` model keep, too.
 
     The context shrinks, and `warning` says so, where memory is short and the user did not name a length. Raises
     NotEnoughMemory where they did, or where not even one block fits.
     """
     page_size = choose_page_size(config, device)
     page_bytes = [len(g.layers) * device.kv_bytes_per_page(g.spec, page_size, dtype, quantized) for g in groups]
+    spare_bytes = 0
+    for own in place_layers(draft, [g.spec for g in groups]):
+        own_bytes = len(own.layers) * device.kv_bytes_per_page(own.spec, page_size, dtype, quantized)
+        page_bytes[own.group] += own_bytes
+        spare_bytes += config.max_num_seqs * spare_blocks(config.speculative_config, page_size) * own_bytes
     longest = -(-config.max_model_len // page_size)
     peaks = [peak_blocks(g.spec, page_size, config.max_model_len, config.max_num_batched_tokens) for g in groups]
 
@@ -76,7 +83,7 @@ def size_kv(
         return tuple(min(blocks, count) for count in needed)
 
     def cost(blocks: int) -> int:
-        return sum(count * size for count, size in zip(split(blocks), page_bytes, strict=True))
+        return spare_bytes + sum(count * size for count, size in zip(split(blocks), page_bytes, strict=True))
 
     blocks = config.num_gpu_blocks_override
     if blocks is not None:

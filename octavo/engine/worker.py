@@ -31,7 +31,7 @@ from octavo.engine.process import log_to_stderr, read_frame, read_settings
 from octavo.engine.runner import Runner
 from octavo.engine.sizing import kv_budget, size_kv
 from octavo.errors import OctavoError, UsageError
-from octavo.models.checkpoint import open_checkpoint
+from octavo.models.checkpoint import Checkpoint, open_checkpoint
 from octavo.models.decoder import Decoder
 from octavo.models.loader import load_model
 from octavo.models.simulated import SimulatedDecoder
@@ -63,8 +63,9 @@ class Worker:
         self.quantized = choose_kv_format(config.kv_cache_dtype, self.device, self.dtype)
         checkpoint = open_checkpoint(Path(config.path), weights=not isinstance(self.device, SimDevice))
         self._digest: Future[str] | None = None
+        draft = self._open_draft()
         if rank == 0:
-            _check_kv(config, checkpoint.spec, self.device, self.dtype, self.quantized)
+            _check_kv(config, checkpoint.spec, draft.spec if draft else None, self.device, self.dtype, self.quantized)
             self._digest = in_thread(lambda: weights_digest(checkpoint))
         self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
         self.model: Decoder | SimulatedDecoder
@@ -72,6 +73,21 @@ class Worker:
             self.model = SimulatedDecoder(checkpoint, self.device, self.dtype, self.group.size, self.quantized)
         else:
             self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
+        self.draft_model: Decoder | None = None
+        """all of it on rank 0, which alone makes guesses"""
+        if draft is not None:
+            self.draft_model = load_model(draft, self.device, self.dtype, SINGLE, progress, config.max_model_len)
+
+    def _open_draft(self) -> Checkpoint | None:
+        speculation = self.config.speculative_config
+        if speculation is None or speculation.model is None or self.rank != 0:
+            return None
+        if isinstance(self.device, SimDevice):
+            raise UsageError(
+                "--speculative-config: a draft model on the device sim", limit="method ngram, as sim computes nothing",
+                fix="use another method or device", param="speculative_config",
+            )  # fmt: skip
+        return open_checkpoint(Path(speculation.model))
 
     def fingerprint(self, page_size: int) -> str:
         """Of rank 0; waits until the weights' files are read."""
@@ -92,6 +108,7 @@ class Worker:
             self.model, self.device, self.layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
             max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
             eos_token_ids=self.config.eos_token_ids, quantized=self.quantized,
+            speculation=self.config.speculative_config, draft_model=self.draft_model,
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -113,13 +130,15 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def _check_kv(
-    config: EngineConfig, spec: DecoderSpec, device: Device, dtype: torch.dtype, quantized: KVFormat | None
-) -> None:
+    config: EngineConfig, spec: DecoderSpec, draft: DecoderSpec | None, device: Device, dtype: torch.dtype,
+    quantized: KVFormat | None,
+) -> None:  # fmt: skip
     """Raises what `size_kv` will raise once the weights have taken their memory, where that is certain by now."""
     ranks = config.tensor_parallel_size
     check_divisible(spec, ranks)
     groups = group_layers(spec.kv_specs(spec.num_kv_heads // ranks))
-    size_kv(config, device, groups, dtype, *kv_budget(config, device, ranks), quantized)
+    draft_groups = group_layers(draft.kv_specs()) if draft else ()
+    size_kv(config, device, groups, dtype, *kv_budget(config, device, ranks), quantized, draft_groups)
 
 
 def choose_device(config: EngineConfig, rank: int) -> tuple[Device, torch.dtype]:

@@ -25,6 +25,7 @@ WITH_TORCH = (
     "dist",
     "engine/batch.py",
     "engine/block_store.py",
+    "engine/draft_model.py",
     "engine/executor.py",
     "engine/fingerprint.py",
     "engine/logit_changes.py",
