@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.backends.base import Device, KVCache
+from octavo.backends.base import Device, KVCache, allocating
 from octavo.backends.kv import KVFormat, KVGroup, KVSpec, SlidingWindow
 from octavo.config import Speculation
 from octavo.engine.batch import BatchBuilder, Indices, Table
@@ -80,13 +80,12 @@ class DraftCaches:
         spare = max_num_seqs * spare_blocks(speculation, layout.page_size)
         self.groups = place_layers(model.kv_groups, layout.specs)
         self.first_spare = layout.num_blocks
-        self.of_layer: dict[int, KVCache] = {
-            layer: device.allocate_kv(
-                own.spec, layout.num_blocks[own.group] + spare, layout.page_size, dtype, quantized
-            )
-            for own in self.groups
-            for layer in own.layers
-        }
+        self.of_layer: dict[int, KVCache] = {}
+        with allocating("the draft model's KV cache", "free memory, or lower --kv-cache-memory-bytes"):
+            for own in self.groups:
+                blocks = layout.num_blocks[own.group] + spare
+                for layer in own.layers:
+                    self.of_layer[layer] = device.allocate_kv(own.spec, blocks, layout.page_size, dtype, quantized)
         self.in_order = [self.of_layer[layer] for layer in sorted(self.of_layer)]
 
     def of_group(self, group: int) -> list[KVCache]:

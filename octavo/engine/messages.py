@@ -68,6 +68,7 @@ class EngineFacts(msgspec.Struct):
     asynchronous: bool = False
     """the device works by itself while the host plans: the overlapped loop pays"""
     num_speculative_tokens: int = 0
+    """most tokens guessed at a time; 0 without speculative decoding"""
     fingerprint: str = ""
     """of everything that the numbers depend on: weights, precision, kernels, instruction set, page size"""
 

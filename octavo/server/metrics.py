@@ -66,6 +66,7 @@ class EngineCollector(Collector):
             yield counter
         yield self._rejections(stats)
         yield from self._prompt_sources(stats)
+        yield from self._speculation(stats)
         yield self._iteration_tokens(stats)
         yield self._cache_config()
 
@@ -91,6 +92,27 @@ class EngineCollector(Collector):
             for source, count in values.items():
                 counter.add_metric([*self.labels, source], count)
             yield counter
+
+    def _speculation(self, stats: Stats) -> Iterator[Metric]:
+        """As in vLLM, only of an engine that guesses."""
+        if not self.facts().num_speculative_tokens:
+            return
+        for name, text, value in (
+            (names.SPEC_DECODE_DRAFTS, "Times that tokens were guessed.", stats.drafts),
+            (names.SPEC_DECODE_DRAFT_TOKENS, "Tokens guessed.", stats.draft_tokens),
+            (names.SPEC_DECODE_ACCEPTED_TOKENS, "Guesses that were right.", stats.accepted_tokens),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self.labels, value)
+            yield counter
+        per_position = CounterMetricFamily(
+            names.SPEC_DECODE_ACCEPTED_PER_POSITION, "Guesses that were right, by their place.",
+            labels=[*LABELS, "position"],
+        )  # fmt: skip
+        for position in range(self.facts().num_speculative_tokens):
+            right = stats.accepted_by_position[position : position + 1] or [0]
+            per_position.add_metric([*self.labels, str(position)], right[0])
+        yield per_position
 
     def _iteration_tokens(self, stats: Stats) -> Metric:
         """Counted by the engine, as it sends no message after a step that made no token."""

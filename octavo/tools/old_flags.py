@@ -6,15 +6,17 @@ with a warning that says why that changes nothing or what to use, or refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from octavo.errors import UsageError
 
-Action = Literal["rename", "default", "no-op", "refuse"]
-"""`default`: what it asks for happens anyway. `no-op`: it asks for what does not exist here, and the server can do
-without. `refuse`: going on without it would serve something other than what was asked for."""
+Action = Literal["rename", "speculation", "default", "no-op", "refuse"]
+"""`speculation`: it becomes the key `text` of --speculative-config. `default`: what it asks for happens anyway.
+`no-op`: it asks for what does not exist here, and the server can do without. `refuse`: going on without it would serve
+something other than what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class OldFlag:
 
 _RAY = "ray is not used; each rank of --tensor-parallel-size is a process on this machine; leave the flag out"
 _GRAPHS = "no graphs are captured and nothing is compiled in this version; leave the flag out"
-_SPECULATION = "use --speculative-config with JSON: method, model, num_speculative_tokens"
+_SPECULATION = "use --speculative-config with JSON of num_speculative_tokens and method or model"
 _TOOLS = "tool and reasoning parsers are not in this version; remove the flag"
 _STRUCTURED = "structured output is not in this version; remove the flag"
 _ROPE = "the scaling of positions comes from the model's own config.json; change it there"
@@ -88,8 +90,15 @@ OLD_FLAGS = (
     OldFlag("--enable-expert-parallel", "none", "refuse", "no mixture of experts in this version; remove the flag"),
     OldFlag("--cpu-offload-gb", "one", "refuse", "weights stay on the device; use a smaller quantization", ("0",)),
     OldFlag("--num-lookahead-slots", "one", "refuse", _SPECULATION, ("0",)),
-    OldFlag("--speculative-model", "one", "refuse", _SPECULATION),
-    OldFlag("--num-speculative-tokens", "one", "refuse", _SPECULATION),
+    OldFlag("--speculative-model", "one", "speculation", "model"),
+    OldFlag("--spec-model", "one", "speculation", "model"),
+    OldFlag("--spec-method", "one", "speculation", "method"),
+    OldFlag("--num-speculative-tokens", "one", "speculation", "num_speculative_tokens"),
+    OldFlag("--spec-tokens", "one", "speculation", "num_speculative_tokens"),
+    OldFlag("--ngram-prompt-lookup-max", "one", "speculation", "prompt_lookup_max"),
+    OldFlag("--ngram-prompt-lookup-min", "one", "speculation", "prompt_lookup_min"),
+    OldFlag("--speculative-disable-by-batch-size", "one", "speculation", "disable_by_batch_size"),
+    OldFlag("--speculative-draft-tensor-parallel-size", "one", "speculation", "draft_tensor_parallel_size"),
     OldFlag("--rope-scaling", "one", "refuse", _ROPE),
     OldFlag("--rope-theta", "one", "refuse", _ROPE),
     OldFlag("--hf-overrides", "one", "refuse", "edit the model's config.json instead"),
@@ -135,6 +144,8 @@ def hint(name: str) -> str | None:
     flag = _BY_NAME.get(name.replace("_", "-"))
     if flag is None:
         return None
+    if flag.action == "speculation":
+        return f'use --speculative-config with JSON that has "{flag.text}"'
     return f"use {flag.text}" if flag.action == "rename" else flag.text
 
 
@@ -143,6 +154,7 @@ def translate(argv: Sequence[str]) -> Translation:
     kept: list[str] = []
     warnings: list[str] = []
     model: list[str] = []
+    speculation: dict[str, str | int] = {}
     for name, values, original in _flags(argv):
         old = _BY_NAME.get(name)
         said = " ".join([name, *values])
@@ -155,11 +167,17 @@ def translate(argv: Sequence[str]) -> Translation:
         elif old.action == "rename":
             kept += [old.text, *values]
             warnings.append(f"{said}: outdated, use {old.text} {' '.join(values)}")
+        elif old.action == "speculation":
+            is_count = old.text not in ("model", "method") and values[0].isdecimal()
+            speculation[old.text] = int(values[0]) if is_count else values[0]
+            warnings.append(f"{said}: outdated, {hint(name)}")
         elif old.action == "refuse" and not (values and values[0].lower() in old.harmless):
             raise UsageError(f"{said} cannot be honoured", fix=old.text, param=name.lstrip("-"))
         else:
             reason = "this is what happens anyway; leave the flag out" if old.action == "refuse" else old.text
             warnings.append(f"{said}: outdated, {reason}")
+    if speculation:
+        kept += ["--speculative-config", json.dumps(speculation)]
     return Translation([*model, *kept], warnings, bool(model))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.config import EngineArgs, EngineConfig, resolve
+from octavo.config import EngineArgs, EngineConfig, Speculation, resolve
 from octavo.engine.pages import KVLayout
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
@@ -25,11 +25,11 @@ SIZES = {
 }  # fmt: skip
 
 
-def write_llama(folder: Path, seed: int) -> Path:
+def write_llama(folder: Path, seed: int, **sizes: int) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes})).save_pretrained(folder)
     return folder
 
 
@@ -64,7 +64,8 @@ class LocalEngine:
 
     def __init__(
         self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16,
-        device_name: str = "reference", kv_cache_dtype: str = "auto", **settings: bool | int,
+        device_name: str = "reference", kv_cache_dtype: str = "auto", speculation: Speculation | None = None,
+        **settings: bool | int,
     ) -> None:  # fmt: skip
         device, dtype = choose_device(config_for(folder, device=device_name, threads=1), rank=0)
         checkpoint = open_checkpoint(folder)
@@ -73,7 +74,12 @@ class LocalEngine:
         spec, quantized = checkpoint.spec, choose_kv_format(kv_cache_dtype, device, dtype)
         limits = {"max_num_seqs": seqs, "max_model_len": spec.context_len, "vocab_size": spec.vocab_size}
         limits["eos_token_ids"] = checkpoint.eos_token_ids
-        self.runner = Runner(model, device, layout, dtype, quantized=quantized, **limits)
+        draft = None
+        if speculation is not None and speculation.model is not None:
+            draft = load_model(open_checkpoint(Path(speculation.model)), device, dtype)
+        self.runner = Runner(
+            model, device, layout, dtype, quantized=quantized, speculation=speculation, draft_model=draft, **limits
+        )
         self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits, **settings)
 
     def run(self, *requests: Request) -> dict[str, list[list[TokenEvent]]]:

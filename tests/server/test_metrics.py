@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.engine.messages import EngineFacts, Stats
@@ -51,8 +52,23 @@ def test_engine_stats_appear_under_vllms_names():
         "vllm:iteration_tokens_total_bucket{le=64.0}": 7,
     }  # fmt: skip
     assert {name: shown[name] for name in expected} == expected
+    assert not any("spec_decode" in name for name in shown), "this engine does not guess"
     [config] = (name for name in shown if name.startswith("vllm:cache_config_info{"))
     assert "num_gpu_blocks=10" in config and "cache_dtype=fp8_e4m3" in config
+
+
+def test_guesses_are_counted_also_by_their_place():
+    stats = Stats(drafts=4, draft_tokens=11, accepted_tokens=6, accepted_by_position=[3, 2, 1])
+    facts = structs.replace(FACTS, num_speculative_tokens=4)
+    shown = values(Metrics("m", 512, lambda: stats, lambda: facts))
+    assert {name: value for name, value in shown.items() if "spec_decode" in name} == {
+        "vllm:spec_decode_num_drafts_total": 4, "vllm:spec_decode_num_draft_tokens_total": 11,
+        "vllm:spec_decode_num_accepted_tokens_total": 6,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 3,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=1}": 2,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=2}": 1,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=3}": 0,
+    }  # fmt: skip
 
 
 async def deltas(end: Exception | None = None) -> AsyncGenerator[list[ChoiceDelta], None]:

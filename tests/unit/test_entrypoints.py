@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -69,7 +70,11 @@ def test_each_old_flag_leaves_a_trace(flag):
             continue
         translation = translate(argv)
         kept = [flag.text, value] if flag.action == "rename" else []
-        assert translation.argv == ["m", "--seed", "1", *kept, "--port", "2"], words
+        last: list[str] = []
+        if flag.action == "speculation":
+            is_text = flag.text in ("model", "method")
+            last = ["--speculative-config", json.dumps({flag.text: value if is_text else int(value)})]
+        assert translation.argv == ["m", "--seed", "1", *kept, "--port", "2", *last], words
         assert [line for line in translation.warnings if line.startswith(flag.name) and flag.text in line], words
 
 
