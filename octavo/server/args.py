@@ -100,7 +100,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
              "Waiting prompt tokens, beyond which the answer is 503."),
         Flag("--async-scheduling/--no-async-scheduling", "async_scheduling", bool,
              "Plan the next step while one runs; by itself on devices that work beside the host.", switch=True),
-        Flag("-sc --speculative-config", "speculative_config", str, "Speculative decoding, as vLLM's JSON.",
+        Flag("-sc --speculative-config", "speculative_config", str, "Guess tokens ahead: vLLM's JSON with num_speculative_tokens and method (ngram) or model.",
              metavar="JSON"),
         Flag("--max-logprobs", "max_logprobs", int, "Most logprobs that a request may ask for; -1: all tokens."),
         Flag("--seed", "seed", int, "Seed for requests that bring none."),
