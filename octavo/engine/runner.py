@@ -168,7 +168,7 @@ def _numbers(sampled: list[Sampled], usable: npt.NDArray[np.bool_]) -> list[Samp
 
 
 def allocate_caches(
-    groups: tuple[KVGroup, ...], device: Device, layout: KVLayout, dtype: torch.dtype, quantized: KVFormat | None
+    groups: tuple[KVGroup, ...], device: Device, layout: KVLayout, dtype: torch.dtype, quantized: KVFormat | None = None
 ) -> list[KVCache]:
     """One cache a layer, in layer order. Raises NotEnoughMemory."""
     with allocating("the KV cache", "free memory, raise its limit (ulimit -v), or lower --kv-cache-memory-bytes"):
