@@ -16,6 +16,7 @@ namespace {
 constexpr int kRowsPerTask = 24;
 constexpr int kPanelsPerBlock = 8;
 constexpr int64_t kKeysPerBlock = kPanelsPerBlock * kLanes;
+constexpr int64_t kLineBytes = 64;
 constexpr float kMinusInfinity = -__builtin_inff();
 
 struct Attention {
@@ -170,27 +171,46 @@ void add_values(Rows& state, const Block& block, int64_t begin, int64_t end, int
         for_row_tiles<kTileRows>(end - begin, ValuePass<1>{state, block, begin, channel, padded_dim, pairs});
 }
 
-template <class Code>
-void decode(const uint8_t* codes, int64_t n, bf16* out) {
-    for (int64_t i = 0; i < n; i++) out[i] = Code::decode(codes[i]);
+struct Place {
+    int64_t page, index;  // of a panel, in its kv head's part of the page
+};
+
+Place find_panel(const Attention& call, int64_t sequence, int64_t key) {
+    const int64_t page_size = call.cache.page_size;
+    return {call.block_table[sequence * call.table_stride + key / page_size], key % page_size / kLanes};
 }
 
-// Finds panel p of a block of codes, and unpacks it.
-void unpack_panel(const Cache& cache, int64_t page, int64_t kv_head, int64_t index, Block& block, int64_t p,
-                  Unpacked& unpacked) {
+// Unpacks panel p of a block of codes.
+void unpack_panel(const Cache& cache, Place from, int64_t kv_head, int64_t p, Block& block, Unpacked& unpacked) {
     bf16 *keys = unpacked.keys + p * cache.keys.panel_bytes, *values = unpacked.values + p * cache.values.panel_bytes;
     with_code(cache.format, [&](auto code) {
-        decode<decltype(code)>(cache.keys.panel(page, kv_head, index), cache.keys.panel_bytes, keys);
-        decode<decltype(code)>(cache.values.panel(page, kv_head, index), cache.values.panel_bytes, values);
+        decode<decltype(code)>(cache.keys.panel(from.page, kv_head, from.index), cache.keys.panel_bytes, keys);
+        decode<decltype(code)>(cache.values.panel(from.page, kv_head, from.index), cache.values.panel_bytes, values);
     });
     block.keys[p] = keys;
     block.values[p] = values;
     if (!block.scaled) return;
     const int64_t written = smaller<int64_t>(block.last_key + 1 - block.first_key - p * kLanes, kLanes);
-    memset(block.key_scales + p * kLanes, 0, kLanes * sizeof(float));
-    memset(block.value_scales + p * kLanes, 0, kLanes * sizeof(float));
-    memcpy(block.key_scales + p * kLanes, cache.keys.scales(page, kv_head, index), written * sizeof(float));
-    memcpy(block.value_scales + p * kLanes, cache.values.scales(page, kv_head, index), written * sizeof(float));
+    float *key_scales = block.key_scales + p * kLanes, *value_scales = block.value_scales + p * kLanes;
+    memset(key_scales, 0, kLanes * sizeof(float));
+    memset(value_scales, 0, kLanes * sizeof(float));
+    memcpy(key_scales, cache.keys.scales(from.page, kv_head, from.index), written * sizeof(float));
+    memcpy(value_scales, cache.values.scales(from.page, kv_head, from.index), written * sizeof(float));
+}
+
+// A page is a run of its own, too short for the machine to see it coming: without this, fp8 took 1.6 times as long on
+// one core of an AMD EPYC (Zen 5), decoding over 1,024 tokens of SmolLM2-135M from memory.
+OCT_INLINE void prefetch_panel(const Cache& cache, Place from, int64_t kv_head) {
+    const uint8_t* keys = cache.keys.panel(from.page, kv_head, from.index);
+    const uint8_t* values = cache.values.panel(from.page, kv_head, from.index);
+    for (int64_t i = 0; i < cache.keys.panel_bytes; i += kLineBytes) {
+        __builtin_prefetch(keys + i);
+        __builtin_prefetch(values + i);
+    }
+    if (cache.scaled_tokens) {
+        __builtin_prefetch(cache.keys.scales(from.page, kv_head, from.index));
+        __builtin_prefetch(cache.values.scales(from.page, kv_head, from.index));
+    }
 }
 
 // Fills the block that starts at `block.first_key`, but for what no row from `first_seen` on sees.
@@ -201,15 +221,15 @@ void find_block(const Attention& call, int64_t sequence, int64_t kv_head, int64_
     block.panels = smaller<int64_t>(kPanelsPerBlock, ceil_div(block.last_key + 1 - block.first_key, kLanes));
     block.first_panel = larger<int64_t>(0, first_seen - block.first_key) / kLanes;
     for (int64_t p = block.first_panel; p < block.panels; p++) {
-        const int64_t key = block.first_key + p * kLanes;
-        const int64_t page = call.block_table[sequence * call.table_stride + key / cache.page_size];
-        const int64_t index = key % cache.page_size / kLanes;
+        const int64_t key = block.first_key + p * kLanes, ahead = key + kKeysPerBlock;
+        const Place at = find_panel(call, sequence, key);
         if (cache.format == kBf16) {
-            block.keys[p] = reinterpret_cast<const bf16*>(cache.keys.panel(page, kv_head, index));
-            block.values[p] = reinterpret_cast<const bf16*>(cache.values.panel(page, kv_head, index));
-        } else {
-            unpack_panel(cache, page, kv_head, index, block, p, unpacked);
+            block.keys[p] = reinterpret_cast<const bf16*>(cache.keys.panel(at.page, kv_head, at.index));
+            block.values[p] = reinterpret_cast<const bf16*>(cache.values.panel(at.page, kv_head, at.index));
+            continue;
         }
+        if (ahead <= block.last_key) prefetch_panel(cache, find_panel(call, sequence, ahead), kv_head);
+        unpack_panel(cache, at, kv_head, p, block, unpacked);
     }
 }
 

@@ -67,20 +67,30 @@ OCT_INLINE uint32_t float_bits(float x) {
 }
 
 // Each code has
-//   kLargest   the number it saturates at
-//   encode(x)  the code of x, rounded to nearest even, for |x| up to kLargest
-//   kNan       what NaN and infinity become where they are stored by themselves
-//   decode(c)  its number as bf16, which is exact
+//   kLargest      the number it saturates at
+//   encode(x)     the code of x, rounded to nearest even, for |x| up to kLargest
+//   kNan          what NaN and infinity become where they are stored by themselves
+//   decode(c)     its number as bf16, which is exact
+//   magnitude(t)  of the code t from 0 to 127, as bf16
 // in arithmetic that compilers turn into vectors.
+//
+// As bits of bf16, numbers rise along a line within a power of two, and ever flatter from one to the next: a few small
+// ones are the least of as many lines.
 
 struct Int8 {
     static constexpr float kLargest = 127.0f;
+    static constexpr bool kTwosComplement = true;
     static constexpr uint8_t kNan = 0;  // never asked for: int8 always scales tokens
 
     // Adding 1.5 * 2**23 leaves the rounded integer in the low bits.
     static OCT_INLINE uint8_t encode(float x) { return static_cast<uint8_t>(float_bits(x + 12582912.0f)); }
     static OCT_INLINE bf16 decode(uint8_t code) {
         return static_cast<bf16>(float_bits(static_cast<float>(static_cast<int8_t>(code))) >> 16);
+    }
+    static constexpr bf16 magnitude(int t) {
+        int bits = 0x3f00 + t * 0x80;
+        for (int power = 1; power < 7; power++) bits = smaller(bits, 0x3f00 + power * 0x80 + (t * 0x80 >> power));
+        return static_cast<bf16>(t == 0 ? 0 : bits);
     }
 };
 
@@ -101,37 +111,60 @@ OCT_INLINE uint8_t encode_float(float x) {
     return static_cast<uint8_t>((magnitude < kMinNormal ? subnormal : normal) | sign << 7);
 }
 
-// As bits of bf16, numbers rise along a line within a power of two and ever flatter from one to the next, so those of
-// the subnormals are the least of a few lines.
 struct E4m3 {
     static constexpr float kLargest = 448.0f;
+    static constexpr bool kTwosComplement = false;
     static constexpr uint8_t kNan = 0x7f;
 
     static OCT_INLINE uint8_t encode(float x) { return encode_float<3, -6>(x); }
-    static OCT_INLINE bf16 decode(uint8_t code) {
-        const int16_t t = code & 0x7f;
+    static OCT_INLINE bf16 decode(uint8_t code) { return magnitude(code & 0x7f) | (code & 0x80) << 8; }
+    static constexpr bf16 magnitude(int16_t t) {
         int16_t bits = smaller<int16_t>(0x3c00 + t * 0x10, 0x3b80 + t * 0x20);
         bits = smaller<int16_t>(bits, 0x3b00 + t * 0x40);
         bits = t == 1 ? 0x3b00 : t == 0 ? 0 : bits;
-        bits = t == kNan ? 0x7fc0 : bits;
-        return static_cast<bf16>(bits | (code & 0x80) << 8);
+        return static_cast<bf16>(t == kNan ? 0x7fc0 : bits);
     }
 };
 
 struct E5m2 {
     static constexpr float kLargest = 57344.0f;
+    static constexpr bool kTwosComplement = false;
     static constexpr uint8_t kNan = 0x7f;
 
     static OCT_INLINE uint8_t encode(float x) { return encode_float<2, -14>(x); }
-    static OCT_INLINE bf16 decode(uint8_t code) {
-        const int16_t t = code & 0x7f;
+    static OCT_INLINE bf16 decode(uint8_t code) { return magnitude(code & 0x7f) | (code & 0x80) << 8; }
+    static constexpr bf16 magnitude(int16_t t) {
         int16_t bits = smaller<int16_t>(0x3800 + t * 0x20, 0x3780 + t * 0x40);
         bits = smaller<int16_t>(bits, 0x3700 + t * 0x80);
         bits = t == 0 ? 0 : bits;
-        bits = t >= 0x7c ? 0x7000 | t << 5 : bits;  // infinity and NaN
-        return static_cast<bf16>(bits | (code & 0x80) << 8);
+        return static_cast<bf16>(t >= 0x7c ? 0x7000 | t << 5 : bits);  // infinity and NaN
     }
 };
+
+#if defined(OCT_LOOKUP)
+template <class Code>
+struct Magnitudes {
+    uint8_t low[128], high[128];
+    constexpr Magnitudes() : low(), high() {
+        for (int t = 0; t < 128; t++) {
+            low[t] = static_cast<uint8_t>(Code::magnitude(t));
+            high[t] = static_cast<uint8_t>(Code::magnitude(t) >> 8);
+        }
+    }
+};
+#endif
+
+// The numbers of n codes, a multiple of 64, as bf16.
+template <class Code>
+void decode(const uint8_t* codes, int64_t n, bf16* out) {
+#if defined(OCT_LOOKUP)
+    static constexpr Magnitudes<Code> kTable;
+    const Lookup table = load_lookup(kTable.low, kTable.high);
+    for (int64_t i = 0; i < n; i += 64) look_up(table, codes + i, Code::kTwosComplement, out + i);
+#else
+    for (int64_t i = 0; i < n; i++) out[i] = Code::decode(codes[i]);
+#endif
+}
 
 // Calls body(code) with the code of a quantized `format`.
 template <class Body>

@@ -91,6 +91,30 @@ OCT_INLINE F16 dot_pairs(F16 acc, Pairs a, Pairs b) {
 constexpr int kTileRows = 6, kTilePanels = 2, kLinearRows = 6, kLinearPanels = 2;
 #endif
 
+#if defined(__AVX512VBMI__)
+#define OCT_LOOKUP
+// A table of 128 bf16, as lower and upper bytes.
+struct Lookup {
+    __m512i low[2], high[2];
+};
+OCT_INLINE Lookup load_lookup(const uint8_t* low, const uint8_t* high) {
+    return {{_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64)},
+            {_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)}};
+}
+// out[i] = the entry at the lower seven bits of codes[i], or at its absolute value, with its top bit for a sign.
+OCT_INLINE void look_up(const Lookup& table, const uint8_t* codes, bool twos_complement, bf16* out) {
+    // Bytes are interleaved within each 128 bits, so the eights of codes go where that puts them in order.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
+    const __m512i index = twos_complement ? _mm512_abs_epi8(code) : code;
+    const __m512i low = _mm512_permutex2var_epi8(table.low[0], index, table.low[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(table.high[0], index, table.high[1]);
+    const __m512i high = _mm512_or_si512(magnitude, _mm512_and_si512(code, _mm512_set1_epi8(-128)));
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi8(low, high));
+    _mm512_storeu_si512(out + 32, _mm512_unpackhi_epi8(low, high));
+}
+#endif
+
 struct HashBits {
     __m512i v;
 };
