@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from octavo.backends.base import Penalties, SamplingTensors
+from octavo.backends.base import Edits, Mask, Penalties, SamplingTensors
 from octavo.backends.reference import Ops, exponential_noise, filter_logits
+from octavo.engine.constraints import bitmask
 from tests.backend.conftest import library
 from tests.matrix import sample
 
@@ -185,3 +186,41 @@ def test_logprobs_of_equal_logits(ops):
     chosen, rank, values, ids = ops.logprobs(torch.zeros(1, 40), torch.tensor([30]), 5)
     assert rank.tolist() == [1] and ids.tolist() == [[0, 1, 2, 3, 4]]
     torch.testing.assert_close(values, torch.full((1, 5), chosen.item()))
+
+
+@pytest.mark.parametrize("vocab", sample(VOCABS, 5))
+def test_logprobs_of_everything(ops, reference, vocab):
+    """In one order by themselves, and as many of the best as there are; the same bits as the few best have."""
+    logits = torch.randn(3, vocab) * 5
+    ids = torch.randint(0, vocab, (3,))
+    scores = ops.log_softmax(logits)
+    torch.testing.assert_close(scores, reference.log_softmax(logits), atol=1e-5, rtol=1e-6)
+    few = min(20, vocab)
+    chosen, rank, values, best = ops.logprobs(logits, ids, vocab)
+    for got, want in zip((chosen, rank), ops.logprobs(logits, ids, few)[:2], strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(values[:, :few], ops.logprobs(logits, ids, few)[2])
+    assert torch.equal(best, logits.sort(dim=-1, descending=True, stable=True).indices)
+    assert torch.equal(values, scores.gather(1, best))
+    assert torch.equal(scores.gather(1, ids.unsqueeze(1)).squeeze(1), chosen)
+
+
+@pytest.mark.parametrize("vocab", sample(VOCABS, 5))
+def test_masks_and_edits(ops, reference, vocab):
+    rows = 5
+    logits = torch.randn(rows, vocab)
+    chosen = torch.tensor(random.sample(range(rows), 3))
+    allowed = torch.rand(3, vocab) < 0.5
+    bits = torch.stack([torch.from_numpy(bitmask(row.nonzero().flatten().tolist(), vocab)) for row in allowed])
+    assert bits.shape == (3, -(-vocab // 32))
+    banned = torch.randint(0, rows * vocab, (10,))
+    biased = torch.randperm(rows * vocab)[: min(7, rows * vocab)]
+    bias = torch.randn(len(biased))
+    params = sampling(rows, torch.zeros(rows), mask=Mask(chosen, bits), edits=Edits(banned, biased, bias))
+    want = logits.clone()
+    want[chosen] = want[chosen].masked_fill(~allowed, -torch.inf)
+    want.view(-1)[banned] = -torch.inf
+    want.view(-1)[biased] += bias
+    for each in (ops, reference):
+        assert torch.equal(each.edit_logits(logits.clone(), params), want)
+        assert torch.equal(each.sample(logits.clone(), params), want.argmax(-1))

@@ -79,9 +79,9 @@ def test_no_half_characters_on_the_way(text, cuts):
     assert shown == text, "nothing is held back once a character is whole"
 
 
-def first_stop(text, stops):
-    """By trying every end: where the first stop string is complete, and of several then the longest."""
-    for end in range(len(text) + 1):
+def first_stop(text, stops, after=0):
+    """By trying every end past `after` bytes: where a stop string is complete, and of several then the longest."""
+    for end in (end for end in range(len(text) + 1) if len(text[:end].encode()) > after):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return max(found, key=len), end
@@ -91,12 +91,15 @@ def first_stop(text, stops):
 STOPS = st.lists(st.text(alphabet="ab🍜", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@given(text=st.text(alphabet="ab🍜", max_size=40), stops=STOPS, cuts=CUTS, include=st.booleans())
+@given(
+    text=st.text(alphabet="ab🍜", max_size=40), stops=STOPS, cuts=CUTS, include=st.booleans(),
+    after=st.sampled_from([0, 0, 3, 10, 25]),
+)  # fmt: skip
 @settings(deadline=None, max_examples=500)
-def test_stop_strings(text, stops, cuts, include):
-    stop, end = first_stop(text, stops)
+def test_stop_strings(text, stops, cuts, include, after):
+    stop, end = first_stop(text, stops, after)
     ids = spelled(text.encode())
-    stream = Detokenizer(SMALL, stop=stops, include_stop=include)
+    stream = Detokenizer(SMALL, stop=stops, include_stop=include, stop_after=after)
     shown, used = "", 0
     for run in cut(ids, cuts):
         shown += stream.push(run)
