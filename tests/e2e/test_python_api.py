@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
-from octavo import LLM, AsyncLLM, RequestOutput, SamplingParams
+from octavo import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from octavo.config import EngineArgs
 from octavo.errors import InvalidRequest, ModelNotFound, UsageError
 from tests.e2e.server_process import ROOT, wait_until
@@ -132,6 +133,40 @@ async def test_it_works_inside_a_running_loop(llm):
     assert llm.generate("Hi", GREEDY)[0].finished
 
 
+def test_choices_of_vllms_parameters(llm):
+    silent = replace(GREEDY, detokenize=False)
+    (plain,), (mute,) = llm.generate(PROMPTS[0], GREEDY), llm.generate(PROMPTS[0], silent)
+    assert (mute.outputs[0].text, mute.outputs[0].token_ids) == ("", plain.outputs[0].token_ids)
+    with pytest.raises(InvalidRequest, match="stop is set with detokenize false"):
+        llm.generate(PROMPTS[0], replace(silent, stop=("x",)))
+    shape = SamplingParams(temperature=1, seed=RNG.randrange(1 << 30), max_tokens=5, logprobs=1, ignore_eos=True)
+    every = llm.generate(PROMPTS[0], replace(shape, n=4))[0].outputs
+    best = llm.generate(PROMPTS[0], replace(shape, n=2, best_of=4))[0].outputs
+    wanted = sorted(every, key=lambda choice: -choice.cumulative_logprob)[:2]
+    assert [choice.token_ids for choice in best] == [choice.token_ids for choice in wanted], f"OCTAVO_SEED={SEED}"
+    cut = llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, replace(GREEDY, truncate_prompt_tokens=3))[0]
+    assert cut.prompt_token_ids == [6, 7, 8]
+    listed = llm.generate(PROMPTS[0], replace(GREEDY, logprob_token_ids=(7, 9)))[0].outputs[0].logprobs[0]
+    assert list(listed)[1:] == [7, 9] and [listed[7].rank, listed[9].rank] == [None, None]
+
+
+async def _check_output_kinds(engine, expected: RequestOutput) -> None:
+    async def outputs(kind: RequestOutputKind) -> list[RequestOutput]:
+        params = replace(GREEDY, output_kind=kind, logprobs=0)
+        return [output async for output in engine.generate(PROMPTS[0], params)]
+
+    text = expected.outputs[0].text
+    (only,) = await outputs(RequestOutputKind.FINAL_ONLY)
+    assert (only.outputs[0].text, only.finished) == (text, True)
+    deltas = [output.outputs[0] for output in await outputs(RequestOutputKind.DELTA)]
+    assert len(deltas) > 3
+    assert "".join(delta.text for delta in deltas) == text
+    assert [t for delta in deltas for t in delta.token_ids] == expected.outputs[0].token_ids
+    assert sum(len(delta.logprobs) for delta in deltas) == 12
+    whole = [output.outputs[0].text for output in await outputs(RequestOutputKind.CUMULATIVE)]
+    assert whole[-1] == text and all(text.startswith(part) for part in whole)
+
+
 async def test_the_async_twin_says_the_same(llm, smollm2_path):
     expected = llm.generate(PROMPTS, GREEDY)
     engine = await AsyncLLM.create(EngineArgs(model=str(smollm2_path), **SMALL))
@@ -147,6 +182,7 @@ async def test_the_async_twin_says_the_same(llm, smollm2_path):
         outputs = await asyncio.gather(*(last(prompt) for prompt in PROMPTS))
         assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
         assert [o.request_id for o in outputs] == [f"id {p}" for p in PROMPTS]
+        await _check_output_kinds(engine, expected[0])
         long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         stream = engine.generate("Hi", long, request_id="long")
         await anext(stream)

@@ -9,6 +9,7 @@ import torch
 from octavo.engine.noise import noise_key, noise_keys, noise_stem
 from octavo.engine.penalties import TokenCounts
 from octavo.engine.plan import SequenceFault
+from octavo.engine.types import RepetitionDetectionParams
 from octavo.errors import OctavoError
 from tests.engine.tiny import VOCAB, LocalEngine, request, tokens_of, transformers_model, true_logits
 from tests.matrix import SEED
@@ -57,6 +58,42 @@ def test_preemption_and_chunks_change_nothing(model, request, rng):
         assert tokens_of(tight[name][0]) == tokens_of(roomy[name][0]), SAY_SEED
         assert tight[name][0][-1].finish_reason == "length"
     assert engine.scheduler.blocks.num_used == 0
+
+
+EVERYTHING = {
+    "bias": lambda rng: {"logit_bias": {rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(20)}},
+    "allowed": lambda rng: {"allowed_token_ids": rng.sample(range(VOCAB), 60)},
+    "bad words": lambda rng: {"bad_word_ids": tuple((a, b) for a in range(0, VOCAB, 2) for b in range(0, VOCAB, 5))},
+    "minimum": lambda rng: {"min_tokens": 12, "stop_token_ids": rng.sample(range(VOCAB), 60), "ignore_eos": False},
+    "thinking": lambda rng: {"thinking_token_budget": 4, "thinking_marks": (5, 6), "logit_bias": {5: 4.0, 6: -9.0}},
+    "penalties": lambda rng: {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": -0.5},
+    "repetition": lambda rng: {
+        "repetition_detection": RepetitionDetectionParams(max_pattern_size=3, min_count=2),
+        "top_k": 3,
+    },
+    "listed": lambda rng: {"logprobs": None, "logprob_token_ids": rng.sample(range(VOCAB), 5)},
+}
+
+
+@pytest.mark.parametrize("names", [[name] for name in EVERYTHING] + [["bad words", "minimum", "penalties", "thinking"]],
+                         ids=" and ".join)  # fmt: skip
+def test_no_parameter_remembers_more_than_the_sequence_itself(llama, rng, names):
+    """Alone, and preempted in a crowd: what a parameter keeps between steps is built again as it was."""
+    asked = []
+    for i, prompt in enumerate(prompts(rng, 4, low=28, high=31)):
+        fields = {"temperature": rng.choice([0.0, 1.0]), "seed": i, "logprobs": 2}
+        for name in names:
+            fields |= EVERYTHING[name](rng)
+        asked.append(_sampled(str(i), prompt, count=30, **fields))
+    roomy = LocalEngine(llama, device_name="cpu", page_size=16)
+    alone = {one.request_id: roomy.run(one)[one.request_id] for one in asked}
+    tight = LocalEngine(llama, device_name="cpu", page_size=16, blocks=5, budget=rng.choice([16, 40]))
+    crowded = tight.run(*asked)
+    assert tight.scheduler.stats.preemptions > 0 or names in (["repetition"], ["minimum"]), "these may end early"
+    for name, (events,) in alone.items():
+        (others,) = crowded[name]
+        for field in ("token_ids", "logprobs", "finish_reason", "stop_reason"):
+            assert [getattr(e, field) for e in events] == [getattr(e, field) for e in others], SAY_SEED
 
 
 def _sampled(name, prompt, **fields):
