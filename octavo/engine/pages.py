@@ -55,6 +55,8 @@ class BlockTables:
     trimmed: list[int] = field(default_factory=list)
     num_registered: int = 0
     """leading blocks that need not be registered any more"""
+    full_at: int = 0
+    """once so many tokens are computed, there may be a block to register"""
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,11 @@ class KVBlocks:
         for group, window in self._windows:
             end = min(self._first_in_reach(window, num_computed), len(held.tables[group]))
             table = held.tables[group]
-            for index in range(held.trimmed[group], end):
-                self.pools[group].release(table[index])
-                table[index] = FREED
-            held.trimmed[group] = max(held.trimmed[group], end)
+            first = held.trimmed[group]
+            if first < end:
+                self.pools[group].release(table[first:end])
+                table[first:end] = [FREED] * (end - first)
+                held.trimmed[group] = end
 
     def _first_in_reach(self, window: int, num_computed: int) -> int:
         """The first block that the token at position `num_computed`, or a later one, looks into."""
@@ -158,22 +161,25 @@ class KVBlocks:
         Last blocks first, so that what is remembered loses its ends before its beginnings, which more may share.
         """
         for group, table in enumerate(held.tables):
-            for block in reversed(table[held.trimmed[group] :]):
-                self.pools[group].release(block)
+            self.pools[group].release(reversed(table[held.trimmed[group] :]))
             table.clear()
             held.trimmed[group] = 0
-        held.num_registered = 0
+        held.num_registered = held.full_at = 0
 
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     def register(self, held: BlockTables, keys: ChainKeys, num_computed: int) -> None:
         """Lets the blocks that `num_computed` tokens fill be found; these tokens are final, and in the cache."""
-        end = num_computed // self.layout.page_size
-        for index in range(held.num_registered, end):
-            for group, table in enumerate(held.tables):
-                if table[index] != FREED:
-                    self.pools[group].register(table[index], keys[index])
-        held.num_registered = max(held.num_registered, end)
+        start, end = held.num_registered, num_computed // self.layout.page_size
+        held.full_at = (max(start, end) + 1) * self.layout.page_size
+        if start >= end:
+            return
+        new = keys.between(start, end)
+        for pool, table in zip(self.pools, held.tables, strict=True):
+            live = table[start:end]
+            freed = live.count(FREED)  # all in front
+            pool.register(live[freed:], new[freed:])
+        held.num_registered = end
 
     def find(self, keys: ChainKeys, most: int, elsewhere: Elsewhere = lambda group, key: False) -> Start:
         """The longest start, of at most `most` tokens and in full blocks, that is cached as far as later tokens see.

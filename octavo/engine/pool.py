@@ -28,7 +28,7 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._remembered: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._key_of: dict[int, bytes] = {}
+        self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -50,7 +50,9 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._remembered.popitem(last=False)
-        key = self._key_of.pop(block)
+        key = self._key_of[block]
+        assert key is not None
+        self._key_of[block] = None
         del self._block_of[key]
         if self.on_evict is not None:
             self.on_evict(block, key)
@@ -63,23 +65,26 @@ class BlockPool:
             del self._remembered[block]
         self._references[block] += 1
 
-    def release(self, block: int) -> None:
-        """One table fewer holds it."""
-        assert self._references[block] > 0, "released a free block"
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            if block in self._key_of:
-                self._remembered[block] = None
-            else:
-                self._blank.append(block)
+    def release(self, blocks: Iterable[int]) -> None:
+        """One table fewer holds them. The first is given up first."""
+        references, key_of, remembered, blank = self._references, self._key_of, self._remembered, self._blank
+        for block in blocks:
+            assert references[block] > 0, "released a free block"
+            references[block] -= 1
+            if references[block] == 0:
+                if key_of[block] is None:
+                    blank.append(block)
+                else:
+                    remembered[block] = None
 
-    def register(self, block: int, key: bytes) -> bool:
-        """Names the final content of a held block; False, and nothing changed, where another block has that key."""
-        assert self._references[block] > 0, "registered a free block"
-        if self._block_of.setdefault(key, block) != block:
-            return False
-        assert self._key_of.setdefault(block, key) == key, "a block's content has changed"
-        return True
+    def register(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
+        """Names the final content of held blocks. One whose key another block has stays without."""
+        references, key_of, block_of = self._references, self._key_of, self._block_of
+        for block, key in zip(blocks, keys, strict=True):
+            if block_of.setdefault(key, block) == block:
+                assert references[block] > 0, "registered a free block"
+                assert key_of[block] in (None, key), "a block's content has changed"
+                key_of[block] = key
 
     def lookup(self, key: bytes) -> int | None:
         return self._block_of.get(key)
@@ -89,7 +94,7 @@ class BlockPool:
 
     def may_write(self, block: int) -> bool:
         """Whether exactly one table holds it, and no key promises its content."""
-        return self._references[block] == 1 and block not in self._key_of
+        return self._references[block] == 1 and self._key_of[block] is None
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """`held`: every live entry of every table."""
@@ -97,6 +102,7 @@ class BlockPool:
         assert all(self._references[b] == counts[b] for b in range(self.num_blocks)), "references differ from tables"
         free = sorted([*self._blank, *self._remembered])
         assert free == [b for b in range(self.num_blocks) if not counts[b]], "free blocks are lost or doubled"
-        assert {key: block for block, key in self._key_of.items()} == self._block_of, "keys and blocks differ"
-        assert self._remembered.keys() <= self._key_of.keys(), "a remembered block has no key"
-        assert not self._key_of.keys() & set(self._blank), "a blank block has a key"
+        named = {key: block for block, key in enumerate(self._key_of) if key is not None}
+        assert named == self._block_of, "keys and blocks differ"
+        assert None not in [self._key_of[block] for block in self._remembered], "a remembered block has no key"
+        assert all(self._key_of[block] is None for block in self._blank), "a blank block has a key"

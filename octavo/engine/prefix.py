@@ -1,16 +1,16 @@
-"""What names the content of a KV block: a chain of SHA-256 digests over all tokens up to its end. No torch.
+"""What names the content of a KV block: a SHA-256 digest of all tokens up to its end. No torch.
 
     root  = H(cache_salt, adapter, multimodal)
-    key 0 = H(root  ‖ tokens of block 0)
-    key i = H(key i-1 ‖ tokens of block i)
+    key i = H(root ‖ tokens of blocks 0 … i)
 
-Equal keys mean equal tokens from position 0 on, under equal salt, adapter and images, so equal keys and values.
+The digest runs on from block to block. Equal keys mean equal tokens from position 0 on, under equal salt, adapter and
+images, so equal keys and values.
 """
 
 from __future__ import annotations
 
-from array import array
 from hashlib import sha256
+from struct import pack
 
 import msgspec
 
@@ -29,16 +29,32 @@ class ChainKeys:
     def __init__(self, root: bytes, page_size: int, prompt: list[int], output: list[int]) -> None:
         self._root, self._page_size, self._prompt, self._output = root, page_size, prompt, output
         self._keys: list[bytes] = []
+        self._digest = sha256(root)
+        self._num_digested = 0
 
     def __getitem__(self, index: int) -> bytes:
         """The key of full block `index`, whose tokens must all be known."""
-        while len(self._keys) <= index:
-            start = len(self._keys) * self._page_size
-            tokens = array("i", self._tokens(start, start + self._page_size))
-            assert len(tokens) == self._page_size, "a block's tokens are not all known"
-            parent = self._keys[-1] if self._keys else self._root
-            self._keys.append(sha256(parent + tokens.tobytes()).digest())
+        if index >= len(self._keys):
+            self._reach(index + 1)
         return self._keys[index]
+
+    def between(self, start: int, end: int) -> list[bytes]:
+        if end > len(self._keys):
+            self._reach(end)
+        return self._keys[start:end]
+
+    def _reach(self, count: int) -> None:
+        start, end = self._num_digested * self._page_size, count * self._page_size
+        tokens = self._tokens(start, end)
+        assert len(tokens) == end - start, "a block's tokens are not all known"
+        content, size = pack(f"<{len(tokens)}i", *tokens), 4 * self._page_size
+        digest, keys = self._digest, self._keys
+        known = (len(keys) - self._num_digested) * size
+        digest.update(content[:known])
+        for offset in range(known, len(content), size):
+            digest.update(content[offset : offset + size])
+            keys.append(digest.digest())
+        self._num_digested = count
 
     def _tokens(self, start: int, end: int) -> list[int]:
         prompt = len(self._prompt)

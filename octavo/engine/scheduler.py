@@ -294,7 +294,7 @@ class Scheduler:
             elif chunk.sample:
                 error = _not_a_number(sequence) if tokens is None else _no_token(sequence)
                 events.append(self._finish(sequence, "error", error=error))
-            else:
+            elif sequence.num_computed_tokens >= sequence.held.full_at:
                 self._register(sequence)
         for sequence_id, drafts in result.drafts.items():
             if (drafted := self._sequences.get(sequence_id)) is not None:
@@ -318,7 +318,7 @@ class Scheduler:
             self._count_drafts(chunk.num_drafts, len(tokens or ()) - 1)
 
     def _register(self, sequence: Sequence) -> None:
-        """Lets what is computed and known for good be found by others."""
+        """Lets the blocks be found that are computed, and whose tokens are known, for good."""
         if sequence.keys is not None:
             final = min(sequence.num_computed_tokens, sequence.num_tokens)
             self.blocks.register(sequence.held, sequence.keys, final)
@@ -400,7 +400,8 @@ class Scheduler:
             if reason is not None:
                 break
         self.stats.generation_tokens += len(event.token_ids)
-        self._register(sequence)
+        if sequence.num_computed_tokens >= sequence.held.full_at:
+            self._register(sequence)
         if sequence.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *sequence.prompt_logprobs]
             sequence.prompt_logprobs = None

@@ -112,7 +112,7 @@ class Tiers:
             block = held.tables[group][index]
             self.moves.append(Move(LOAD, group, sources[place], block))
             if swapped is None or index < swapped.first_block:
-                self.blocks.pools[group].register(block, keys[index])
+                self.blocks.pools[group].register([block], [keys[index]])
         if swapped is not None:
             held.num_registered = swapped.first_block
             self.drop(swapped)

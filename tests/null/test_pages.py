@@ -192,14 +192,14 @@ def test_room_counts_what_others_hold_as_given_and_what_is_remembered_as_taken()
 def test_misuse_of_a_pool_is_noticed():
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    assert pool.register(block, b"a")
+    pool.register([block], [b"a"])
     assert not pool.may_write(block)
     with pytest.raises(AssertionError, match="changed"):
-        pool.register(block, b"b")
-    pool.release(block)
-    for wrong in (pool.release, lambda b: pool.register(b, b"c")):
+        pool.register([block], [b"b"])
+    pool.release([block])
+    for wrong in (pool.release, lambda blocks: pool.register(blocks, [b"c"])):
         with pytest.raises(AssertionError, match="free block"):
-            wrong(block)
+            wrong([block])
     with pytest.raises(AssertionError, match="holds nothing"):
         pool.share(1)
     with pytest.raises(AssertionError, match="more blocks"):
