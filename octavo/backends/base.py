@@ -136,6 +136,12 @@ class KVCache:
     def __init__(self, k: Tensor, v: Tensor, page_size: int) -> None:
         self.k, self.v, self.page_size = k, v, page_size
 
+    def set_scales(self, keys: Tensor, values: Tensor) -> None:
+        """float32 [kv_heads] each, before anything is written; a format without fixed scales stays as it is."""
+        if self.k_scale is not None and self.v_scale is not None:
+            self.k_scale.copy_(keys)
+            self.v_scale.copy_(values)
+
 
 class Device(ABC):
     """Memory, transfers and facts of one kind of device. One instance a rank."""

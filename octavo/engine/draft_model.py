@@ -87,6 +87,7 @@ class DraftCaches:
                 for layer in own.layers:
                     self.of_layer[layer] = device.allocate_kv(own.spec, blocks, layout.page_size, dtype, quantized)
         self.in_order = [self.of_layer[layer] for layer in sorted(self.of_layer)]
+        model.scale_caches(self.in_order)
 
     def of_group(self, group: int) -> list[KVCache]:
         """Caches whose blocks lie where those of the model's KV group lie."""

@@ -52,6 +52,8 @@ class Runner:
         self._sampler = Sampler(max_num_seqs, vocab_size, device, eos_token_ids)
         self._prompts: dict[int, tuple[Tensor, int]] = {}
         self._kv = allocate_caches(model.kv_groups, device, layout, dtype, quantized)
+        if isinstance(model, Decoder):
+            model.scale_caches(self._kv)
         self._moved = [[self._kv[layer] for layer in group.layers] for group in model.kv_groups]
         self._proposer: Proposer | None = None
         if speculation is None or rank != 0:

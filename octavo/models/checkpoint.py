@@ -18,7 +18,7 @@ from octavo.formats.gguf import GGUFFile, read_gguf
 from octavo.formats.mapped import TensorFile, TensorInfo, map_file
 from octavo.formats.safetensors import parse_json, read_checkpoint_files
 from octavo.models import gguf_config
-from octavo.models.parameters import Parameter, check_tensors, expected_parameters
+from octavo.models.parameters import Parameter, check_tensors, expected_parameters, kv_scale_tensors
 from octavo.models.registry import architecture_of_gguf, family_of
 from octavo.models.spec import ConfigReader, DecoderSpec
 
@@ -49,6 +49,8 @@ class Checkpoint:
     parameters: Mapping[str, Parameter]
     """what the decoder is made of, checked against `tensors`"""
     stored: Mapping[str, StoredTensor]
+    kv_scales: Mapping[int, tuple[str, str]]
+    """by layer, the names of the tensors that keys and values are to be scaled with in an fp8 KV cache"""
 
     def facts(self) -> ModelFacts:
         return ModelFacts(str(self.path), self.spec.context_len, self.spec.vocab_size, self.eos_token_ids)
@@ -106,7 +108,7 @@ def _open_directory(path: Path, weights: bool) -> Checkpoint:
     config = _read_json(path / "config.json")
     source = str(path / "config.json")
     quantization = config.get("quantization_config")
-    if quantization is not None:
+    if quantization is not None and not _only_of_kv_cache(quantization):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise BadModelFile(
             f"{source}: quantization {str(method)[:100]!r} is not supported",
@@ -124,6 +126,19 @@ def _open_directory(path: Path, weights: bool) -> Checkpoint:
         stored = {name: StoredTensor(file, name) for file in read_checkpoint_files(path) for name in file.tensors}
     eos = generation_eos + _ids(config, source)
     return _checkpoint(path, config, generation_config, eos, stored, source)
+
+
+def _only_of_kv_cache(quantization: Any) -> bool:
+    """True for compressed-tensors that left the weights alone and calibrated scales for keys and values in fp8."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    wanted = {"num_bits": 8, "type": "float", "dynamic": False, "symmetric": True}
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and isinstance(scheme, dict)
+        and all(scheme.get(key) == value for key, value in wanted.items())
+    )
 
 
 def _read_generation_config(folder: Path) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -179,15 +194,19 @@ def _checkpoint(
     """`stored` None: the weights are not here, and nobody will ask for them."""
     family = family_of(config["architectures"][0], source)
     reader = ConfigReader(config, source)
+    reader.ignore("quantization_config")
     spec = family.spec(reader)
     reader.finish()
     _check_eos(eos_token_ids, spec.vocab_size, source)
     parameters = expected_parameters(spec, family.weights)
     tensors = {name: s.file.tensors[s.name] for name, s in (stored or {}).items()}
+    kv_scales = kv_scale_tensors(tensors, spec, str(path))
     if stored is not None:
-        check_tensors(parameters, tensors, spec.tie_embeddings, str(path))
+        scales = {name for pair in kv_scales.values() for name in pair}
+        weights = {name: info for name, info in tensors.items() if name not in scales}
+        check_tensors(parameters, weights, spec.tie_embeddings, str(path))
     unique = tuple(dict.fromkeys(eos_token_ids))
-    return Checkpoint(path, config, spec, generation_config, unique, tensors, parameters, stored or {})
+    return Checkpoint(path, config, spec, generation_config, unique, tensors, parameters, stored or {}, kv_scales)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

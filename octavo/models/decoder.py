@@ -38,6 +38,8 @@ class Decoder:
         self.kv_groups: tuple[KVGroup, ...] = group_layers(spec.kv_specs(spec.num_kv_heads // group.size))
         self.weights_bytes = 0
         """of this rank; set by the loader"""
+        self.kv_scales: dict[int, tuple[Tensor, Tensor]] = {}
+        """by layer, float32 [this rank's kv heads] for keys and for values; set by the loader"""
         self.embed = Embedding(ops, weights.tensor("embed.weight"), group)
         group_of = {layer: index for index, kv in enumerate(self.kv_groups) for layer in kv.layers}
         self.layers = [
@@ -46,6 +48,11 @@ class Decoder:
         ]
         self.norm = weights.tensor("norm.weight")
         self.output = OutputMatrix(ops, weights.output_matrix(), group, spec.vocab_size)
+
+    def scale_caches(self, kv: Sequence[KVCache]) -> None:
+        """Gives caches that have one scale a kv head those of the checkpoint, if it has some. `kv` as in `forward`."""
+        for layer, (keys, values) in self.kv_scales.items():
+            kv[layer].set_scales(keys, values)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Tensor:
         """Hidden states after the last norm [T, H]; `kv` holds one cache a layer, written as it goes."""

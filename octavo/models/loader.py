@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from octavo.backends.base import Device, allocating
+from octavo.backends.codes import SMALLEST
 from octavo.backends.reference import PackedLinear
 from octavo.config import GIB
 from octavo.dist.group import SINGLE, Group
@@ -45,6 +47,7 @@ def load_model(
         table = device.upload(rope_table(spec.rope, max_positions or spec.context_len))
         decoder = Decoder(spec, device.ops, weights, table, group)
     decoder.weights_bytes = weights.held_bytes()
+    decoder.kv_scales = _kv_scales(checkpoint, group)
     return decoder
 
 
@@ -159,6 +162,24 @@ class _CheckpointWeights:
                 f"{self.checkpoint.path}: tensor {part.tensor!r} holds NaN, infinity, or more than "
                 f"{str(self.dtype).removeprefix('torch.')} can", fix="fetch or convert the model again",
             )  # fmt: skip
+
+
+def _kv_scales(checkpoint: Checkpoint, group: Group) -> dict[int, tuple[Tensor, Tensor]]:
+    heads = checkpoint.spec.num_kv_heads
+    share = slice(group.rank * heads // group.size, (group.rank + 1) * heads // group.size)
+
+    def read(name: str) -> Tensor:
+        stored, info = checkpoint.stored[name], checkpoint.tensors[name]
+        scales = torch.empty(math.prod(info.shape))
+        read_into(scales, stored.file.data(stored.name), info.type)
+        if not (scales.isfinite() & (scales >= SMALLEST)).all():
+            raise BadModelFile(
+                f"{checkpoint.path}: tensor {name!r} holds {scales.min():g}", limit="scales above 0",
+                fix="fetch or convert the model again",
+            )  # fmt: skip
+        return scales.expand(heads)[share]
+
+    return {layer: (read(k), read(v)) for layer, (k, v) in checkpoint.kv_scales.items()}
 
 
 def _check_memory(weights: _CheckpointWeights, device: Device) -> None:

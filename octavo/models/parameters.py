@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from octavo.formats.mapped import PLAIN_TYPES, TensorInfo
 from octavo.models.spec import DecoderSpec, Weight
 
 Shape = tuple[int, ...]
+_KV_SCALE = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale")
+"""as compressed-tensors, vLLM and ModelOpt name them"""
 _HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|attn_rot_embd\.weight|attn\.(masked_)?bias)|rope_freqs\.weight")
 """Buffers that old files hold and that follow from the config (rope_freqs has been read with it)."""
+_ONE_MODEL = "check that config and weights are of one model"
 
 
 @dataclass(frozen=True)
@@ -97,17 +101,44 @@ def check_tensors(
     if surplus:
         raise BadModelFile(
             f"{source}: {_listed(surplus)} in the file, but not in a model of this config",
-            fix="check that config and weights are of one model",
+            fix=_ONE_MODEL,
         )
     for name, shape in expected.items():
         _check_tensor(tensors[name], name, shape, source)
+
+
+def kv_scale_tensors(tensors: Mapping[str, TensorInfo], spec: DecoderSpec, source: str) -> dict[int, tuple[str, str]]:
+    """Names of the scales that a checkpoint was calibrated to keep keys and values with, by layer.
+
+    Raises BadModelFile where one lacks its partner, stands twice, is for a layer that is not there, or misshapen.
+    """
+    found: dict[tuple[int, str], str] = {}
+    for name in tensors:
+        match = _KV_SCALE.fullmatch(name)
+        if match is None:
+            continue
+        key = int(match[1]), match[2]
+        if key in found or key[0] >= spec.num_layers:
+            raise BadModelFile(
+                f"{source}: tensor {name!r} {'stands twice' if key in found else 'is of no layer'}", fix=_ONE_MODEL
+            )
+        if math.prod(tensors[name].shape) not in (1, spec.num_kv_heads) or tensors[name].type not in PLAIN_TYPES:
+            raise BadModelFile(
+                f"{source}: tensor {name!r} is {tensors[name].type} {tensors[name].shape}",
+                limit=f"one number, or one for each of {spec.num_kv_heads} kv heads", fix=_ONE_MODEL,
+            )  # fmt: skip
+        found[key] = name
+    for layer, which in found:
+        if (layer, "kv"[which == "k"]) not in found:
+            raise BadModelFile(f"{source}: layer {layer} has only a {which}_scale", fix="bring the whole checkpoint")
+    return {layer: (found[layer, "k"], found[layer, "v"]) for layer, which in found if which == "k"}
 
 
 def _check_tensor(info: TensorInfo, name: str, shape: Shape, source: str) -> None:
     if info.shape != shape:
         raise BadModelFile(
             f"{source}: tensor {name!r} has shape {info.shape}", limit=f"the config asks for {shape}",
-            fix="check that config and weights are of one model",
+            fix=_ONE_MODEL,
         )  # fmt: skip
     usable = PLAIN_TYPES + BLOCK_TYPES if len(shape) > 1 else PLAIN_TYPES
     if info.type not in usable:

@@ -81,7 +81,7 @@ OLD_FLAGS = (
     OldFlag("--quantization", "one", "refuse",
             "not supported for now; use a GGUF file (Q4_K_M, Q8_0, …) or unquantized safetensors", ("gguf", "none")),
     OldFlag("-q", "one", "refuse", "see --quantization; use a GGUF file or unquantized safetensors", ("gguf", "none")),
-    OldFlag("--quantization-param-path", "one", "refuse", "scales are not read from a file of their own; remove it"),
+    OldFlag("--quantization-param-path", "one", "refuse", "scales are read from the checkpoint only; remove it"),
     OldFlag("--calculate-kv-scales", "bool", "refuse", "--kv-cache-dtype int8 finds its own; remove it"),
     OldFlag("--pipeline-parallel-size", "one", "refuse", "use --tensor-parallel-size", ("1",)),
     OldFlag("-pp", "one", "refuse", "use --tensor-parallel-size", ("1",)),
