@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.outputs import CompletionOutput, RequestOutput
-    from octavo.engine.types import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+    from octavo.engine.types import (
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "RepetitionDetectionParams", "RequestOutput", "RequestOutputKind",
-    "SamplingParams", "__version__",
+    "SamplingParams", "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 _LAZY = {
@@ -28,6 +33,7 @@ _LAZY = {
     "RepetitionDetectionParams": "octavo.engine.types",
     "RequestOutputKind": "octavo.engine.types",
     "SamplingParams": "octavo.engine.types",
+    "StructuredOutputsParams": "octavo.engine.types",
 }
 
 

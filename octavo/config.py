@@ -281,6 +281,8 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = ()
     max_loras: int = 8
     max_lora_rank: int = 64
+    tokenizer: str | None = None
+    """file or folder, for structured output; set by `model_text.prepare`"""
     max_model_len_asked: bool = False
     """the user named `max_model_len`: a KV cache too small for it is then an error, not a shorter context"""
     max_unacked_messages: int = 256

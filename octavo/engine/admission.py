@@ -10,7 +10,7 @@ import msgspec
 
 from octavo.engine.param_checks import at_most, within
 from octavo.engine.text_work import Cut
-from octavo.engine.types import MAX_BAD_WORDS, RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from octavo.engine.types import MAX_BAD_WORDS, RequestOutputKind, SamplingParams
 from octavo.errors import BadModelFile, InvalidRequest
 from octavo.text.tokenizer import Tokenizer
 
@@ -48,16 +48,20 @@ def default_params(generation_config: Mapping[str, Any], vocab_size: int) -> dic
 def typed(params: SamplingParams) -> SamplingParams:
     """The same with every value of its declared type. Raises InvalidRequest naming the one that is not."""
     values = msgspec.structs.asdict(params)
-    if isinstance(params.repetition_detection, RepetitionDetectionParams):
-        values["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
-    if isinstance(params.output_kind, RequestOutputKind):
-        values["output_kind"] = params.output_kind.value
+    for name, value in values.items():
+        if isinstance(value, msgspec.Struct):
+            values[name] = msgspec.structs.asdict(value)
+        elif isinstance(value, RequestOutputKind):
+            values[name] = value.value
     try:
         return msgspec.convert(values, SamplingParams)
     except msgspec.ValidationError as err:
         what, _, where = str(err).partition(" - at ")
-        name = (re.findall(r"\$\.(\w+)", where) or ["sampling_params"])[0]
-        value = repr(getattr(params, name, None))
+        name = (re.findall(r"\$\.([\w.]+)", where) or ["sampling_params"])[0]
+        found: Any = values
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        value = repr(found)
         shown = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}…"
         raise InvalidRequest(f"{name} is {shown}", limit=what.lower(), fix=f"correct {name}", param=name) from None
 

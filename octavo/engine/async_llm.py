@@ -18,6 +18,7 @@ from octavo.engine.delta_streams import best_of, spaced
 from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.model_text import LoadedModel, OnProgress, in_daemon_thread, prepare
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
+from octavo.engine.structured import Grammars
 from octavo.engine.text_work import Cut, TextWork
 from octavo.engine.types import Request, RequestOutputKind, SamplingParams
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, from_wire
@@ -37,6 +38,7 @@ class AsyncLLM:
         self.default_params = model.default_params
         self._client, self._max_buffered_events = client, max_buffered_events
         self._text_work = TextWork(model.tokenizer)
+        self._grammars = Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
         self._numbers = itertools.count()
         self._dead: asyncio.Future[OctavoError] = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.ensure_future(self._keep_alive(args.engine_restarts))
@@ -147,14 +149,14 @@ class AsyncLLM:
 
     # Generation
 
-    def check(
+    async def check(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, prompt_name: str = "prompt",
         capped: bool = False, names: Mapping[str, str] | None = None,
     ) -> SamplingParams:  # fmt: skip
         """The parameters as they will be used, `max_tokens` filled in.
 
         `capped`: too large a `max_tokens` is lowered and not refused. `names` gives the caller's names for parameters.
-        Raises InvalidRequest naming the parameter, its value and its limit.
+        Raises InvalidRequest naming the parameter, its value and its limit; Overloaded for too many grammars at once.
         """
         try:
             params = _typed(params)
@@ -163,7 +165,7 @@ class AsyncLLM:
             count = len(prompt_token_ids)
             params = admission.fit_max_tokens(params, count, self.max_model_len, not capped)
             admission.check_logprobs(params, count, self.config.vocab_size)
-            return admission.with_token_ids(params, self.tokenizer)
+            return await self._grammars.admit(admission.with_token_ids(params, self.tokenizer))
         except InvalidRequest as err:
             raise admission.renamed(err, names or {}) from None
 
@@ -214,7 +216,7 @@ class AsyncLLM:
         """
         params = SamplingParams(**self.default_params) if sampling_params is None else sampling_params
         text, ids = await self.tokenized(prompt, params)
-        params = self.check(ids, params)
+        params = await self.check(ids, params)
         request_id = request_id or self.new_id()
         builder = OutputBuilder(request_id, text, ids, params, self.token_text)
         async with aclosing(self.stream(ids, params, request_id=request_id, priority=priority)) as stream:
@@ -261,6 +263,7 @@ class AsyncLLM:
         await asyncio.gather(self._keeper, return_exceptions=True)
         await self._client.shutdown(drain)
         self._text_work.close()
+        self._grammars.close()
 
 
 def _typed(params: SamplingParams) -> SamplingParams:

@@ -13,10 +13,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from octavo.clock import SYSTEM_CLOCK, Clock
 from octavo.config import EngineConfig
+from octavo.engine.intake import Name
 from octavo.engine.links import Links
 from octavo.engine.messages import (
     Abort,
@@ -30,7 +31,7 @@ from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult, fill_in
 from octavo.engine.process import end_with_parent, log_to_stderr, read_settings, remove_directory
 from octavo.engine.scheduler import Events, Scheduler
-from octavo.engine.types import MAX_CHOICES, Request, TokenEvent
+from octavo.engine.types import MAX_CHOICES, Request, StructuredOutputsParams, TokenEvent
 from octavo.errors import EngineDead, OctavoError, Overloaded, UsageError, to_wire
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ class Executor(Protocol):
 
     def run(self, plan: StepPlan) -> StepResult:
         """Raises SequenceFault when one sequence is to blame, EngineDead when no step can ever run again."""
+
+    def compile(self, asked: StructuredOutputsParams) -> Future[Any]:
+        """Is done when a sequence that asks for this can run without waiting. Raises UsageError."""
 
     def shutdown(self) -> None: ...
 
@@ -89,6 +93,7 @@ class Engine:
         self._running: _Running | None = None
         self._events: Events = []
         self._to_answer: set[str] = set()
+        self._compiling: dict[Name, Future[Any]] = {}
         self._draining = self._ended = False
         self._ran = False
         self._failed_steps = 0
@@ -130,12 +135,16 @@ class Engine:
             elif isinstance(message, Shutdown):
                 self._shut_down(message.drain)
         self.scheduler.paused_clients = self.links.paused()
+        self._compiling = {name: done for name, done in self._compiling.items() if not done.done()}
+        self.scheduler.held_back = self._compiling.keys()
 
     def _add(self, client_id: str, request: Request) -> None:
         request.client_id = client_id
         try:
             if self._draining:
                 raise Overloaded("the engine is shutting down", fix="ask again when it is back")
+            if request.sampling.structured_outputs is not None:
+                self._hold_back(request)
             self._events += self.scheduler.add(request, self.clock.time())
         except Exception as err:
             if not isinstance(err, OctavoError):
@@ -144,6 +153,14 @@ class Engine:
             for choice in range(min(request.sampling.n, MAX_CHOICES)):
                 event = TokenEvent(request.request_id, choice, finish_reason="error", error=to_wire(err))
                 self._events.append((client_id, event))
+
+    def _hold_back(self, request: Request) -> None:
+        """Lets the others run while its grammar is compiled."""
+        assert request.sampling.structured_outputs is not None
+        done = self.executor.compile(request.sampling.structured_outputs)
+        if not done.done():
+            self._compiling[(request.client_id, request.request_id)] = done
+            done.add_done_callback(lambda _: self.links.wake())
 
     def _shut_down(self, drain: bool) -> None:
         self._draining = True

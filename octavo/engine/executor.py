@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -16,8 +18,9 @@ from octavo.engine.pages import KVLayout
 from octavo.engine.plan import StepPlan, StepResult
 from octavo.engine.process import Child, remove_directory
 from octavo.engine.sizing import Sizing, kv_budget, size_kv
+from octavo.engine.types import StructuredOutputsParams
 from octavo.engine.worker import Prepare, Progress, Worker
-from octavo.errors import EngineDead, OctavoError
+from octavo.errors import EngineDead, OctavoError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +87,11 @@ class RankExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         self._tell(plan)
         return self.worker.run(plan)
+
+    def compile(self, asked: StructuredOutputsParams) -> Future[Any]:
+        if self.worker.compiler is None:
+            raise UsageError("this engine has no tokenizer, which structured output needs", fix="start it with one")
+        return self.worker.compiler.begin(asked)
 
     def shutdown(self) -> None:
         self._closing = True

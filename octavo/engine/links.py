@@ -108,6 +108,11 @@ class Links:
             return client_id, message
         return None
 
+    def wake(self) -> None:
+        """Ends a wait in `receive`. From any thread."""
+        with suppress(BlockingIOError, OSError):
+            os.write(self.wake_fd, b"\0")
+
     def send(self, client_id: str, message: FromEngine) -> None:
         self._socket.send_multipart([client_id.encode(), encode(message)])
 

@@ -125,7 +125,7 @@ class LLM:
         checked = []
         for prompt, params in zip(prompts, self._params_for(len(prompts), sampling_params), strict=True):
             text, ids = await llm.tokenized(prompt, params)
-            checked.append((text, ids, llm.check(ids, params)))
+            checked.append((text, ids, await llm.check(ids, params)))
         places = asyncio.Semaphore(MAX_OPEN_REQUESTS)
         with _Bar(len(checked), use_tqdm) as bar:
 

@@ -44,6 +44,12 @@ class LogitChanges:
             self._biased.append(base + tokens)
             self._bias.append(values)
 
+    def narrow(self, place: int, bits: npt.NDArray[np.int32]) -> None:
+        """To the tokens in `bits`, int32 [ceil(V / 32)], of those that are allowed otherwise."""
+        other = self._masks.get(place)
+        self._masks[place] = bits if other is None else bits & other
+        self._narrowed.append(place)
+
     def mask(self) -> Mask | None:
         if not self._masks:
             return None

@@ -53,6 +53,7 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
     with usable(args.tokenizer or args.model, "tokenizer"):
         tokenizer = load_tokenizer(source)
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, source)
+    config = replace(config, tokenizer=str(source.absolute()))
     if config.speculative_config is not None and config.speculative_config.model is not None:
         draft = find_draft(config.speculative_config.model, args, tokenizer, on_progress)
         config = replace(config, speculative_config=replace(config.speculative_config, model=str(draft)))

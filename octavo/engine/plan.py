@@ -84,6 +84,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """by sequence id: of the prompt tokens after each of the chunk's tokens"""
     drafts: dict[int, list[int]] = {}
     """by sequence id: guesses of the tokens to come, for the next plan"""
+    faults: dict[int, str] = {}
+    """by sequence id: why there is no token, where its grammar is to blame"""
 
 
 def fill_in(plan: StepPlan, before: StepPlan, result: StepResult) -> None:

@@ -16,6 +16,7 @@ from octavo.config import Speculation
 from octavo.engine.batch import BatchBuilder, Indices, Rows
 from octavo.engine.draft_model import DraftCaches, DraftModelProposer
 from octavo.engine.drafting import Proposer
+from octavo.engine.grammar import Compiler
 from octavo.engine.logprobs import token_logprobs
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.pages import KVLayout
@@ -45,11 +46,12 @@ class Runner:
         self, model: Model, device: Device, layout: KVLayout, dtype: torch.dtype, *, max_num_seqs: int,
         max_model_len: int, vocab_size: int, rank: int = 0, eos_token_ids: Sequence[int] = (),
         quantized: KVFormat | None = None, speculation: Speculation | None = None, draft_model: Decoder | None = None,
+        compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
         self._model, self._device, self._rank, self._vocab_size = model, device, rank, vocab_size
         self._rows = Rows(max_num_seqs)
         self._builder = BatchBuilder(layout, max_num_seqs, max_model_len, device)
-        self._sampler = Sampler(max_num_seqs, vocab_size, device, eos_token_ids)
+        self._sampler = Sampler(max_num_seqs, vocab_size, device, eos_token_ids, compiler)
         self._prompts: dict[int, tuple[Tensor, int]] = {}
         self._kv = allocate_caches(model.kv_groups, device, layout, dtype, quantized)
         if isinstance(model, Decoder):
@@ -80,12 +82,14 @@ class Runner:
         chunks = plan.chunks
         rows = self._rows.of(chunks)
         batch, last_tokens = self._builder.build(chunks, rows)
+        self._sampler.begin(chunks, rows)
         hidden = self._model.forward(batch, self._kv)
         prompt_logprobs = self._prompt_logprobs(chunks, hidden, last_tokens)
         following = self._sample(chunks, rows, hidden, last_tokens)
         if self._rank != 0:
             return StepResult([], {})
-        return StepResult(following, prompt_logprobs, self._propose(chunks, rows, following))
+        drafts, faults = self._propose(chunks, rows, following), self._faults(chunks, rows, following)
+        return StepResult(following, prompt_logprobs, drafts, faults)
 
     def _sample(
         self, chunks: Sequence[Chunk], rows: Indices, hidden: Tensor, last_tokens: Indices
@@ -107,6 +111,17 @@ class Runner:
         if usable.all():
             return [*sampled]
         return [_numbers(s, u) for s, u in zip(sampled, np.split(usable, ends[:-1]), strict=True)]
+
+    def _faults(
+        self, chunks: Sequence[Chunk], rows: Indices, following: Sequence[list[Sampled] | None]
+    ) -> dict[int, str]:
+        if [] not in following:
+            return {}
+        sampling = [(c.sequence_id, row) for c, row in zip(chunks, rows.tolist(), strict=True) if c.sample]
+        known = {
+            i: self._sampler.fault(row) for (i, row), tokens in zip(sampling, following, strict=True) if tokens == []
+        }
+        return {sequence_id: fault for sequence_id, fault in known.items() if fault is not None}
 
     def _propose(
         self, chunks: Sequence[Chunk], rows: Indices, following: Sequence[list[Sampled] | None]

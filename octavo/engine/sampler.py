@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.backends.base import Device, Penalties, SamplingTensors
 from octavo.engine.batch import Indices
 from octavo.engine.constraints import Constraints, constraints_of
+from octavo.engine.grammar import Compiler, Masks, Place
 from octavo.engine.logit_changes import LogitChanges
 from octavo.engine.logprobs import token_logprobs
 from octavo.engine.noise import noise_keys, noise_stem
@@ -29,7 +30,11 @@ NO_LOGPROBS = -1
 class Sampler:
     """Rows as `batch.Rows` gives them. A row that asks for nothing rare costs nothing for it."""
 
-    def __init__(self, height: int, vocab_size: int, device: Device, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, height: int, vocab_size: int, device: Device, eos_token_ids: Sequence[int] = (),
+        compiler: Compiler | None = None,
+    ) -> None:  # fmt: skip
+        """`compiler` is for sequences with structured output; only rank 0, which samples, has one."""
         self._vocab_size, self._device, self._eos_token_ids = vocab_size, device, eos_token_ids
         self._temperature, self._top_p, self._min_p = (np.zeros(height, np.float32) for _ in range(3))
         self._top_k = np.zeros(height, np.int32)
@@ -43,6 +48,7 @@ class Sampler:
         self._penalties = PenaltyTable(height, self._upload)
         self._constraints: dict[int, Constraints] = {}
         self._listed: dict[int, tuple[int, ...]] = {}
+        self._masks = None if compiler is None else Masks(compiler)
 
     def add(self, row: int, new: NewSequence) -> None:
         p = new.sampling
@@ -60,11 +66,31 @@ class Sampler:
         if (constraints := constraints_of(new, self._eos_token_ids, self._vocab_size)) is not None:
             self._constraints[row] = constraints
         self._constrained[row] = constraints is not None
+        if self._masks is not None:
+            self._masks.add(row, new)
 
     def remove(self, row: int) -> None:
         self._penalties.remove(row)
         for kept in (self._listed, self._constraints):
             kept.pop(row, None)
+        if self._masks is not None:
+            self._masks.remove(row)
+
+    def fault(self, row: int) -> str | None:
+        """Why its grammar leaves the row no token, if that is known."""
+        place = None if self._masks is None else self._masks.place(row)
+        return None if place is None else place.fault
+
+    def begin(self, chunks: Sequence[Chunk], rows: Indices) -> None:
+        """Before the model runs: what of `sample`, for those of the chunks that sample, can be computed beside it."""
+        if not self._masks:
+            return
+        asking = [(chunk, row) for chunk, row in zip(chunks, rows.tolist(), strict=True) if chunk.sample]
+        for chunk, row in asking:
+            if (place := self._masks.place(row)) is not None:
+                split = len(chunk.token_ids) - chunk.num_drafts
+                _catch_up(place, chunk.start + split - int(self._prompt_length[row]), chunk.token_ids[:split])
+        self._masks.begin(asking)
 
     def sample(self, logits: Tensor, chunks: Sequence[Chunk], rows: Indices) -> list[list[Sampled]]:
         """The tokens that follow each of `chunks`: drafts as far as they are what is sampled here, and one more.
@@ -81,6 +107,8 @@ class Sampler:
         raw = logits[self._upload(reported)] if len(reported) else None
         changes = LogitChanges(self._vocab_size, self._upload)
         penalized = self._follow(chunks, rows, firsts, ends - places + 1, changes)
+        for place, bits in (self._masks.finish() if self._masks else {}).items():
+            changes.narrow(place, bits)
         penalties = self._penalties.tensors(firsts[penalized], rows[penalized])
         tokens, dead_ends = self._choose(logits, row_of, positions, changes, penalties)
         found = {} if raw is None else self._report(raw, tokens, reported, row_of)
@@ -178,6 +206,9 @@ class Sampler:
         for i in np.flatnonzero(self._constrained[rows]).tolist():
             for one in following[i]:
                 self._constraints[row_of[i]].note(one.token_id)
+        if self._masks:
+            for row, sampled in zip(row_of, following, strict=True):
+                self._masks.note(row, [one.token_id for one in sampled])
 
     def _tensors(
         self, rows: Indices, positions: Indices, changes: LogitChanges, penalties: Penalties | None
@@ -202,7 +233,7 @@ class Sampler:
         return self._device.upload(torch.from_numpy(array))
 
 
-def _catch_up(follower: TokenCounts | Constraints, wanted: int, latest: Sequence[int]) -> None:
+def _catch_up(follower: TokenCounts | Constraints | Place, wanted: int, latest: Sequence[int]) -> None:
     """Makes it know `wanted` output tokens, the last of them `latest`.
 
     It does already, unless a step was planned again after its tokens were lost.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from octavo.engine.pages import KVBlocks, KVLayout, Start
 from octavo.engine.plan import Chunk, Move, Sampled, StepPlan, StepResult
 from octavo.engine.sequence import Sequence
 from octavo.engine.starts import keys_of, start_of
-from octavo.engine.stopping import why_done
+from octavo.engine.stopping import no_token, not_a_number, why_done
 from octavo.engine.types import Request, TokenEvent, TokenLogprobs
 from octavo.errors import InvalidRequest, OctavoError, to_wire
 from octavo.wire.metric_names import ITERATION_BUCKETS
@@ -63,6 +63,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.paused_clients: frozenset[str] = frozenset()
         """their sequences are not scheduled, and are the first to give up blocks; set by the core"""
+        self.held_back: Collection[Name] = ()
+        """requests that may not start yet, as their grammar is being compiled; set by the core"""
         self.stats = Stats(blocks_total=self.blocks.num_blocks, steps_by_tokens=[0] * (len(ITERATION_BUCKETS) + 1))
         self._draw_seed = seed_source(seed)
         self._next_id = 0
@@ -183,6 +185,12 @@ class Scheduler:
         request = sequence.request
         return request.client_id not in self.paused_clients and not self._is_suspect(sequence)
 
+    def _may_start(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        if self.held_back and (request.client_id, request.request_id) in self.held_back:
+            return False
+        return request.client_id not in self.paused_clients
+
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Lengthens the tables, preempting others if need be; False when it was this one's turn to give way."""
         self.blocks.trim(sequence.held, sequence.num_planned_tokens)
@@ -209,7 +217,7 @@ class Scheduler:
 
     def _yield_to_urgent(self) -> None:
         """Preempts running sequences for the first waiting one, if it is of better priority and lacks a place."""
-        urgent = next((s for s in self.waiting if s.request.client_id not in self.paused_clients), None)
+        urgent = next((s for s in self.waiting if self._may_start(s)), None)
         while urgent is not None and self.running:
             start = self._start_of(urgent)
             if start is None or self._has_place(urgent, start):
@@ -224,7 +232,7 @@ class Scheduler:
         The blocks of the whole sequence are free when it starts, besides those that others in prefill still take,
         though only the first chunk's are taken.
         """
-        for sequence in [s for s in self.waiting if s.request.client_id not in self.paused_clients]:
+        for sequence in [s for s in self.waiting if self._may_start(s)]:
             if budget == 0 or (len(self.running) >= self.max_num_seqs and not self.paused_clients):
                 break
             start = self._start_of(sequence)
@@ -292,7 +300,8 @@ class Scheduler:
             if tokens:
                 events.append(self._append(sequence, tokens))
             elif chunk.sample:
-                error = _not_a_number(sequence) if tokens is None else _no_token(sequence)
+                count, fault = len(sequence.output_token_ids), result.faults.get(chunk.sequence_id)
+                error = not_a_number(sequence.num_tokens) if tokens is None else no_token(count, fault)
                 events.append(self._finish(sequence, "error", error=error))
             elif sequence.num_computed_tokens >= sequence.held.full_at:
                 self._register(sequence)
@@ -479,18 +488,3 @@ class Scheduler:
 
 def _key(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
-
-
-def _not_a_number(sequence: Sequence) -> OctavoError:
-    return OctavoError(
-        f"the model's output after {sequence.num_tokens} tokens is NaN or infinite",
-        fix="check the model's files, or compute in another --dtype",
-    )
-
-
-def _no_token(sequence: Sequence) -> OctavoError:
-    return InvalidRequest(
-        f"after {len(sequence.output_token_ids)} tokens of the answer every next token is excluded",
-        limit="at least 1 that allowed_token_ids, bad_words, stop tokens before min_tokens and logit_bias leave",
-        fix="exclude less",
-    )

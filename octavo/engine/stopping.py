@@ -1,10 +1,11 @@
-"""When an answer is complete by its tokens. No torch."""
+"""When an answer is complete by its tokens, and why there may be none to go on with. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from octavo.engine.types import RepetitionDetectionParams, SamplingParams
+from octavo.errors import InvalidRequest, OctavoError
 
 REPETITION_DETECTED = "repetition_detected"
 """the stop reason, in vLLM's words"""
@@ -48,3 +49,23 @@ def repeats(output: list[int], detection: RepetitionDetectionParams) -> bool:
             if end[size:] == end[:-size]:
                 return True
     return False
+
+
+def not_a_number(num_tokens: int) -> OctavoError:
+    return OctavoError(
+        f"the model's output after {num_tokens} tokens is NaN or infinite",
+        fix="check the model's files, or compute in another --dtype",
+    )
+
+
+def no_token(num_output: int, fault: str | None) -> InvalidRequest:
+    """`fault` is the grammar's, if it is to blame."""
+    if fault is not None:
+        return InvalidRequest(
+            f"the grammar cannot be followed: {fault}", fix="make the grammar simpler", param="structured_outputs"
+        )
+    return InvalidRequest(
+        f"after {num_output} tokens of the answer every next token is excluded",
+        limit="1 that allowed_token_ids, bad_words, stop tokens before min_tokens, logit_bias and the grammar leave",
+        fix="exclude less",
+    )

@@ -56,6 +56,31 @@ class RepetitionDetectionParams(
             within(f"{name}.min_count", self.min_count, 2, MAX_COUNT)
 
 
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What the answer must be: exactly one of the first five. Names are vLLM's; `structured.Grammars` checks it."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """a JSON schema, which the answer then fits"""
+    json_object: bool = False
+    regex: str | None = None
+    """in Rust's syntax; it matches the whole answer"""
+    grammar: str | None = None
+    """in llguidance's kind of Lark, or in GBNF"""
+    choice: tuple[str, ...] | None = None
+    disable_any_whitespace: bool = False
+    """JSON without white space between its parts"""
+    disable_additional_properties: bool = False
+    """as though `additionalProperties` were false in schemas that list properties and do not say"""
+    whitespace_pattern: str | None = None
+    """a regex of the white space between JSON's parts"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens; names and defaults are vLLM's. `verify` checks the ranges.
 
@@ -96,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     """False: the output has token ids but no text"""
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     spaces_between_special_tokens: bool = True
     """no effect: special tokens are written as they are, and nothing is ever put between them"""
     truncate_prompt_tokens: int | None = None

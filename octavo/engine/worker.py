@@ -25,6 +25,7 @@ from octavo.backends.sim.device import SimDevice
 from octavo.config import DTYPES, EngineConfig
 from octavo.dist.group import SINGLE, Group
 from octavo.engine.fingerprint import fingerprint, numerics, weights_digest
+from octavo.engine.grammar import Compiler
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult
 from octavo.engine.process import log_to_stderr, read_frame, read_settings
@@ -36,6 +37,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.loader import load_model
 from octavo.models.simulated import SimulatedDecoder
 from octavo.models.spec import DecoderSpec, check_divisible
+from octavo.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Worker:
         self.config, self.rank = config, rank
         self.device, self.dtype = choose_device(config, rank)
         self.quantized = choose_kv_format(config.kv_cache_dtype, self.device, self.dtype)
+        self.compiler = _compiler(config) if rank == 0 else None
         checkpoint = open_checkpoint(Path(config.path), weights=not isinstance(self.device, SimDevice))
         self._digest: Future[str] | None = None
         draft = self._open_draft()
@@ -108,7 +111,7 @@ class Worker:
             self.model, self.device, self.layout, self.dtype, max_num_seqs=self.config.max_num_seqs,
             max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
             eos_token_ids=self.config.eos_token_ids, quantized=self.quantized,
-            speculation=self.config.speculative_config, draft_model=self.draft_model,
+            speculation=self.config.speculative_config, draft_model=self.draft_model, compiler=self.compiler,
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -127,6 +130,13 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _compiler(config: EngineConfig) -> Compiler | None:
+    if config.tokenizer is None:
+        return None
+    source = Path(config.tokenizer)
+    return Compiler(lambda: load_tokenizer(source), config.vocab_size, config.eos_token_ids)
 
 
 def _check_kv(

@@ -26,6 +26,7 @@ from octavo.wire.responses import (
     encode,
     frame,
 )
+from octavo.wire.structured import structure_names
 
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
@@ -52,8 +53,8 @@ async def _prompt(serving: Serving, asked: ChatRequest) -> Prompt:
         template_kwargs=asked.chat_template_kwargs,
         params=params,
     )
-    names = {"max_tokens": name, "logprobs": "top_logprobs"}
-    checked = serving.llm.check(ids, params, prompt_name="messages", capped=limit is None, names=names)
+    names = {"max_tokens": name, "logprobs": "top_logprobs", **structure_names(asked)}
+    checked = await serving.llm.check(ids, params, prompt_name="messages", capped=limit is None, names=names)
     return Prompt(text, ids, checked)
 
 

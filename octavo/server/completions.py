@@ -27,6 +27,7 @@ from octavo.wire.responses import (
     encode,
     frame,
 )
+from octavo.wire.structured import structure_names
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -57,7 +58,7 @@ async def _prompt(serving: Serving, asked: CompletionRequest, prompt: str | list
         prompt_logprobs=asked.logprobs if asked.echo and asked.logprobs is not None else asked.prompt_logprobs,
     )  # fmt: skip
     text, ids = await serving.llm.tokenized(prompt, params, asked.add_special_tokens)
-    checked = serving.llm.check(ids, params, capped=asked.max_tokens is None)
+    checked = await serving.llm.check(ids, params, capped=asked.max_tokens is None, names=structure_names(asked))
     if asked.echo and (text is None or params.truncate_prompt_tokens is not None):
         text = await serving.llm.decode(ids)
     return Prompt(text, ids, checked)

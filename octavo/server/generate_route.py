@@ -48,7 +48,7 @@ async def generate(serving: Serving, request: Request) -> Response:
             fix="set stream to false", param="best_of",
         )  # fmt: skip
     token_ids = await until_gone(request, serving.llm.encode(prompt, params=params))
-    asked = Prompt(prompt, token_ids, serving.llm.check(token_ids, params))
+    asked = Prompt(prompt, token_ids, await until_gone(request, serving.llm.check(token_ids, params)))
     texts = _texts(serving, f"generate-{request.state.request_id}", asked)
     if stream:
         return await LineStream.begun(request, _lines(texts))

@@ -15,13 +15,14 @@ from starlette.requests import Request
 from octavo.config import ServerArgs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.outputs import ChoiceDelta
-from octavo.engine.types import RepetitionDetectionParams, SamplingParams
+from octavo.engine.types import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
 from octavo.server.metrics import Metrics
 from octavo.server.middleware import REQUEST_ID
 from octavo.server.stream import merged
 from octavo.wire.requests import AnyRequest, SamplingFields, read
 from octavo.wire.responses import PromptTokensDetails, Usage
+from octavo.wire.structured import structure_of
 
 log = logging.getLogger("octavo.server")
 PARSE_IN_THREAD_BYTES = 64 << 10
@@ -89,11 +90,13 @@ class Serving:
     def params(
         self, asked: SamplingFields, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The request's own values over the model's defaults."""
+        """The request's own values over the model's defaults. Raises InvalidRequest."""
         values = dict(self.llm.default_params)
         values.update({k: v for k in SAMPLING_NAMES if (v := getattr(asked, k)) is not None})
         if asked.repetition_detection is not None:
             values["repetition_detection"] = RepetitionDetectionParams(**asked.repetition_detection.model_dump())
+        if (structure := structure_of(asked)) is not None:
+            values["structured_outputs"] = StructuredOutputsParams(**structure)
         values["max_tokens"] = max_tokens if max_tokens is not None else values.get("max_tokens")
         logprobs = None if asked.logprob_token_ids is not None else logprobs
         return SamplingParams(**values, logprobs=logprobs, prompt_logprobs=prompt_logprobs)

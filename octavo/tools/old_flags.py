@@ -34,7 +34,7 @@ _RAY = "ray is not used; each rank of --tensor-parallel-size is a process on thi
 _GRAPHS = "no graphs are captured and nothing is compiled in this version; leave the flag out"
 _SPECULATION = "use --speculative-config with JSON of num_speculative_tokens and method or model"
 _TOOLS = "tool and reasoning parsers are not in this version; remove the flag"
-_STRUCTURED = "structured output is not in this version; remove the flag"
+_STRUCTURED = "llguidance is the only backend of structured output; leave the flag out"
 _ROPE = "the scaling of positions comes from the model's own config.json; change it there"
 _REVISION = "revisions are not looked up; download that revision and give its folder as the model"
 _TLS = "the server speaks plain HTTP; end TLS in a proxy before it"
@@ -111,7 +111,7 @@ OLD_FLAGS = (
     OldFlag("--tool-call-parser", "one", "refuse", _TOOLS),
     OldFlag("--enable-reasoning", "none", "refuse", _TOOLS),
     OldFlag("--reasoning-parser", "one", "refuse", _TOOLS),
-    OldFlag("--guided-decoding-backend", "one", "refuse", _STRUCTURED),
+    OldFlag("--guided-decoding-backend", "one", "refuse", _STRUCTURED, ("auto", "guidance")),
     OldFlag("--limit-mm-per-prompt", "one", "refuse", _IMAGES),
     OldFlag("--skip-tokenizer-init", "none", "refuse", "the API process needs the tokenizer; remove the flag"),
     OldFlag("--disable-sliding-window", "none", "refuse", "the model's attention windows are kept; remove the flag"),

@@ -120,7 +120,7 @@ class Session:
         try:
             token_ids = await self._tokens(messages)
             answer.prompt_tokens = len(token_ids)
-            params = self.llm.check(token_ids, params, capped=capped)
+            params = await self.llm.check(token_ids, params, capped=capped)
             async with aclosing(self.llm.stream(token_ids, params)) as batches:
                 async for deltas in batches:
                     now = time.perf_counter()

@@ -12,14 +12,7 @@ from octavo.errors import NotSupported
 from octavo.wire.errors import shown
 
 SAMPLING: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "watermarking": (False,),

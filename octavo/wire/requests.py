@@ -104,6 +104,13 @@ class SamplingFields(_Strict):
     stream_interval: Integer | None = None
     priority: Integer | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)
     session_id: str | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from octavo.config import EngineArgs, EngineConfig, Speculation, resolve
+from octavo.engine.grammar import Compiler
 from octavo.engine.pages import KVLayout
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
@@ -65,7 +66,7 @@ class LocalEngine:
     def __init__(
         self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16,
         device_name: str = "reference", kv_cache_dtype: str = "auto", speculation: Speculation | None = None,
-        **settings: bool | int,
+        compiler: Compiler | None = None, **settings: bool | int,
     ) -> None:  # fmt: skip
         device, dtype = choose_device(config_for(folder, device=device_name, threads=1), rank=0)
         checkpoint = open_checkpoint(folder)
@@ -78,7 +79,15 @@ class LocalEngine:
         if speculation is not None and speculation.model is not None:
             draft = load_model(open_checkpoint(Path(speculation.model)), device, dtype)
         self.runner = Runner(
-            model, device, layout, dtype, quantized=quantized, speculation=speculation, draft_model=draft, **limits
+            model,
+            device,
+            layout,
+            dtype,
+            quantized=quantized,
+            speculation=speculation,
+            draft_model=draft,
+            compiler=compiler,
+            **limits,
         )
         self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits, **settings)
 
