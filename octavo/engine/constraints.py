@@ -103,11 +103,11 @@ class Thinking:
         assert p.thinking_token_budget is not None and p.thinking_marks is not None, "admission fills in the marks"
         self._budget = p.thinking_token_budget
         self._start, self._end = p.thinking_marks
-        self._length = 0
-        self._marks: list[tuple[int, int]] = []
-        """(how many tokens there are up to and with it, token) of each mark"""
-        for token in prompt:
-            self.note(token)
+        self._length = len(prompt)
+        backwards = prompt[::-1]
+        marks = [mark for mark in p.thinking_marks if mark in backwards]
+        self._marks = sorted((self._length - backwards.index(mark), mark) for mark in marks)
+        """(how many tokens there are up to and with it, token) of each mark; of the prompt's only the last ones"""
 
     def note(self, token: int) -> None:
         self._length += 1

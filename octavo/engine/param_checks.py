@@ -29,8 +29,8 @@ def at_most(name: str, values: Collection[object], limit: int, unit: str) -> Non
 
 
 def known_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidRequest(
             f"{name} holds token id {wrong}", limit=f"0 to {vocab_size - 1}", fix=f"correct {name}", param=name
         )

@@ -64,10 +64,11 @@ class TextWork:
         return await self.run(len(text), lambda: self._encode(text, add_special_tokens, cut))
 
     def _encode(self, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
-        """Of what is cut only a part is looked at: as much as the tokens that are kept can stand for."""
+        """Of what is cut only a part is looked at: what the tokens that are kept can stand for, and some text before
+        or after it, so that the first or last of them is not cut itself."""
         if cut is None:
             return self._tokenizer.encode(text, add_special_tokens)
-        longest = self._tokenizer.longest_text(cut.keep)
+        longest = self._tokenizer.longest_text(cut.keep) + AT_ONCE_CHARACTERS
         text = text[-longest:] if cut.side == "left" else text[:longest]
         prefix = len(self._tokenizer.facts.prefix) if add_special_tokens else 0
         return cut.of(self._tokenizer.encode(text, add_special_tokens), prefix)

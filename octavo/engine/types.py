@@ -22,6 +22,8 @@ MAX_PATTERN_SIZE = 1024
 MAX_CHOICES = 128
 MAX_COUNT = (1 << 31) - 1
 SEED_BITS = 63
+LEAST_TEMPERATURE = 0.01
+"""a lower one but 0 is raised to it, as in vLLM: there it differs from 0 by rounding only"""
 
 
 class RequestOutputKind(Enum):
@@ -150,6 +152,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, unset, plain in (("top_k", -1, 0), ("seed", -1, None), ("thinking_token_budget", -1, None)):
             if getattr(self, name) == unset:
                 change(self, name, plain)
+
+        if isinstance(self.temperature, float) and 0 < self.temperature < LEAST_TEMPERATURE:
+            change(self, "temperature", LEAST_TEMPERATURE)
 
     @property
     def greedy(self) -> bool:

@@ -109,7 +109,7 @@ class Serving:
         for prompt in prompts:
             engine_id = f"{visible_id}-{next(self._numbers)}"
             if self.args.log_requests:
-                log.info("request %s: %d prompt tokens, %s", engine_id, len(prompt.token_ids), prompt.params)
+                log.info("request %s: %d prompt tokens, %.2000s", engine_id, len(prompt.token_ids), prompt.params)
             stream = self.llm.stream(
                 prompt.token_ids, prompt.params, request_id=engine_id, cache_salt=asked.cache_salt if asked else None,
                 priority=(asked.priority or 0) if asked else 0,

@@ -63,6 +63,11 @@ def test_minus_one_is_vllms_unset():
     assert (plain.top_k, plain.seed, plain.thinking_token_budget) == (0, None, None)
 
 
+@pytest.mark.parametrize(("asked", "used"), [(0, 0), (1e-300, 0.01), (0.009, 0.01), (0.01, 0.01), (0.5, 0.5)])
+def test_temperatures_next_to_zero_are_raised(asked, used):
+    assert SamplingParams(temperature=asked).temperature == used
+
+
 @pytest.mark.parametrize(("asked", "most", "right"), [
     (-1, -1, True), (VOCAB, -1, True), (VOCAB + 1, -1, False), (-1, 20, False), (20, 20, True), (21, 20, False),
     (-2, -1, False), (-1, VOCAB, True), (0, 0, True),
