@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine.block_store import BlockStore
 from octavo.engine.messages import EngineFacts
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import StepPlan, StepResult
@@ -64,7 +65,7 @@ class RankExecutor:
         if sizing.warning:
             log.warning("%s", sizing.warning)
         self.layout = sizing.layout
-        prepare = Prepare(sizing.layout.page_size, sizing.layout.num_blocks, sizing.max_model_len)
+        prepare = Prepare(sizing.layout.page_size, sizing.layout.num_blocks, sizing.max_model_len, sizing.host_slots)
         self._tell(prepare)
         worker.prepare(prepare)
         self.facts = self._facts(config, sizing, time.monotonic() - begin)
@@ -85,8 +86,16 @@ class RankExecutor:
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:
+        begin = time.monotonic()
         self._tell(plan)
-        return self.worker.run(plan)
+        result = self.worker.run(plan)
+        seconds = time.monotonic() - begin
+        return msgspec.structs.replace(result, seconds=seconds, move_seconds=self.worker.store.seconds)
+
+    @property
+    def host_memory(self) -> BlockStore | None:
+        """Rank 0's slots for blocks, or None without a host tier."""
+        return self.worker.store if any(self.worker.store.num_slots) else None
 
     def compile(self, asked: StructuredOutputsParams) -> Future[Any]:
         if self.worker.compiler is None:

@@ -86,6 +86,10 @@ class StepResult(msgspec.Struct, frozen=True):
     """by sequence id: guesses of the tokens to come, for the next plan"""
     faults: dict[int, str] = {}
     """by sequence id: why there is no token, where its grammar is to blame"""
+    seconds: float = 0.0
+    """that the step took; 0 where nobody measured"""
+    move_seconds: float = 0.0
+    """of these, for its moves"""
 
 
 def fill_in(plan: StepPlan, before: StepPlan, result: StepResult) -> None:

@@ -14,13 +14,14 @@ from octavo.backends.base import Device, ForwardBatch, KVCache, allocating
 from octavo.backends.kv import KVFormat, KVGroup
 from octavo.config import Speculation
 from octavo.engine.batch import BatchBuilder, Indices, Rows
+from octavo.engine.block_store import BlockStore
 from octavo.engine.draft_model import DraftCaches, DraftModelProposer
 from octavo.engine.drafting import Proposer
 from octavo.engine.grammar import Compiler
 from octavo.engine.logprobs import token_logprobs
 from octavo.engine.ngram import NgramProposer
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import Chunk, Move, NewSequence, Sampled, SequenceFault, StepPlan, StepResult
+from octavo.engine.plan import Chunk, NewSequence, Sampled, SequenceFault, StepPlan, StepResult
 from octavo.engine.sampler import Sampler
 from octavo.engine.types import TokenLogprobs
 from octavo.models.decoder import Decoder
@@ -46,7 +47,7 @@ class Runner:
         self, model: Model, device: Device, layout: KVLayout, dtype: torch.dtype, *, max_num_seqs: int,
         max_model_len: int, vocab_size: int, rank: int = 0, eos_token_ids: Sequence[int] = (),
         quantized: KVFormat | None = None, speculation: Speculation | None = None, draft_model: Decoder | None = None,
-        compiler: Compiler | None = None,
+        compiler: Compiler | None = None, host_slots: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._device, self._rank, self._vocab_size = model, device, rank, vocab_size
         self._rows = Rows(max_num_seqs)
@@ -56,25 +57,24 @@ class Runner:
         self._kv = allocate_caches(model.kv_groups, device, layout, dtype, quantized)
         if isinstance(model, Decoder):
             model.scale_caches(self._kv)
-        self._moved = [[self._kv[layer] for layer in group.layers] for group in model.kv_groups]
+        moved = [[self._kv[layer] for layer in group.layers] for group in model.kv_groups]
         self._proposer: Proposer | None = None
-        if speculation is None or rank != 0:
-            return
-        if draft_model is None:
+        if rank == 0 and speculation is not None and draft_model is None:
             self._proposer = NgramProposer(speculation, max_model_len)
-            return
-        caches = DraftCaches(draft_model, device, layout, dtype, quantized, max_num_seqs, speculation)
-        for group, moved in enumerate(self._moved):
-            moved += caches.of_group(group)
-        self._proposer = DraftModelProposer(
-            speculation, draft_model, device, caches, self._builder, self._sampler, layout.page_size, max_model_len,
-            vocab_size,
-        )  # fmt: skip
+        elif rank == 0 and speculation is not None and draft_model is not None:
+            caches = DraftCaches(draft_model, device, layout, dtype, quantized, max_num_seqs, speculation)
+            for group, mine in enumerate(moved):
+                mine += caches.of_group(group)
+            self._proposer = DraftModelProposer(
+                speculation, draft_model, device, caches, self._builder, self._sampler, layout.page_size,
+                max_model_len, vocab_size,
+            )  # fmt: skip
+        self.store = BlockStore(device, moved, host_slots or (0,) * len(moved))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Raises SequenceFault when one sequence cannot be prepared; nothing is computed then."""
-        self._move(plan.moves)
+        self.store.do(plan.moves)  # before all that may fail: a step that fails is planned again without its moves
         for sequence_id in plan.removed:
             self._forget(sequence_id)
         for new in plan.added:
@@ -132,12 +132,6 @@ class Runner:
         answers = [next(sampled) if chunk.sample else None for chunk in chunks]
         given = [None if answer is None else [one.token_id for one in answer] for answer in answers]
         return self._proposer.propose(chunks, rows.tolist(), given)
-
-    def _move(self, moves: Sequence[Move]) -> None:
-        """Before all that may fail: a step that fails is planned again without its moves."""
-        for move in moves:
-            for cache in self._moved[move.group]:
-                self._device.copy_block(cache, move.source, move.target)
 
     def _learn(self, new: NewSequence) -> None:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from octavo.backends.base import Device
@@ -29,6 +30,8 @@ class Sizing:
     """of one rank"""
     warning: str | None
     """to be told to the user, where the context had to be cut"""
+    host_slots: tuple[int, ...]
+    """blocks of each KV group that host memory may hold; 0 for all without a host tier"""
 
 
 def choose_page_size(config: EngineConfig, device: Device) -> int:
@@ -111,7 +114,36 @@ def size_kv(
             f"{_gib(budget)} ({reason}); to change it: {KNOBS}"
         )
     layout = KVLayout(page_size, tuple(g.spec for g in groups), split(blocks))
-    return Sizing(layout, max_model_len, cost(blocks), warning)
+    slots = host_slots(config, device, layout.num_blocks, page_bytes)
+    return Sizing(layout, max_model_len, cost(blocks), warning, slots)
+
+
+def host_slots(
+    config: EngineConfig, device: Device, num_blocks: Sequence[int], block_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    """Slots of each KV group in one rank's share of host memory, in the proportion in which the device has blocks.
+
+    Raises NotEnoughMemory where not even one of each fits, or where the host has not that much memory.
+    """
+    if config.kv_offloading_bytes == 0:
+        return (0,) * len(num_blocks)
+    asked, ranks = config.kv_offloading_bytes, config.tensor_parallel_size
+    on_device = sum(n * size for n, size in zip(num_blocks, block_bytes, strict=True))
+    needed, free = asked, psutil.virtual_memory().available
+    if device.shares_host_memory:
+        needed, free = asked + on_device * ranks, device.memory()[1]
+    if needed > free:
+        raise NotEnoughMemory(
+            f"--kv-offloading-size asks for {_gib(asked)}, {_gib(needed)} with the KV cache itself",
+            limit=f"{_gib(free)} of host memory are free", fix="lower it",
+        )  # fmt: skip
+    slots = tuple(n * (asked // ranks) // on_device for n in num_blocks)
+    if not all(slots):
+        raise NotEnoughMemory(
+            f"--kv-offloading-size is {asked} bytes, in which not one KV block of each kind fits",
+            limit=f"at least {ranks * -(-on_device // min(num_blocks))} bytes", fix="raise it, or leave it out",
+        )  # fmt: skip
+    return slots
 
 
 def _most(high: int, cost: Callable[[int], int], budget: int) -> int:

@@ -24,6 +24,7 @@ from octavo.backends.kv import KV_FORMATS, KVFormat, group_layers
 from octavo.backends.sim.device import SimDevice
 from octavo.config import DTYPES, EngineConfig
 from octavo.dist.group import SINGLE, Group
+from octavo.engine.block_store import BlockStore
 from octavo.engine.fingerprint import fingerprint, numerics, weights_digest
 from octavo.engine.grammar import Compiler
 from octavo.engine.pages import KVLayout
@@ -51,6 +52,7 @@ class Prepare(msgspec.Struct, array_like=True):
     page_size: int
     num_blocks: tuple[int, ...]
     max_model_len: int
+    host_slots: tuple[int, ...] = ()
 
 
 class Worker:
@@ -112,10 +114,15 @@ class Worker:
             max_model_len=settings.max_model_len, vocab_size=self.config.vocab_size, rank=self.rank,
             eos_token_ids=self.config.eos_token_ids, quantized=self.quantized,
             speculation=self.config.speculative_config, draft_model=self.draft_model, compiler=self.compiler,
+            host_slots=settings.host_slots,
         )  # fmt: skip
 
     def run(self, plan: StepPlan) -> StepResult:
         return self._runner.run(plan)
+
+    @property
+    def store(self) -> BlockStore:
+        return self._runner.store
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
