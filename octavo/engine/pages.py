@@ -211,10 +211,14 @@ class KVBlocks:
         """The full blocks of `num_tokens` tokens, and the partial one after them."""
         full, rest = divmod(num_tokens, self.layout.page_size)
         cut = [table[:full] for table in tables]
-        for group, window in self._windows:
-            first = min(self._first_in_reach(window, num_tokens), full)
-            cut[group][:first] = [FREED] * first
+        self.free_unseen(cut, num_tokens)
         return Start(num_tokens, cut, [table[full] for table in tables] if rest else [])
+
+    def free_unseen(self, tables: list[list[int]], num_tokens: int) -> None:
+        """Marks as freed the entries of these tables that no token after the first `num_tokens` sees."""
+        for group, window in self._windows:
+            first = min(self._first_in_reach(window, num_tokens), len(tables[group]))
+            tables[group][:first] = [FREED] * first
 
     def start_of(self, held: BlockTables, num_tokens: int) -> Start | None:
         """The first `num_tokens` tokens of another's tables, which has computed them; None where they are freed."""

@@ -17,13 +17,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.engine.disk_tier import DiskTier
 from octavo.engine.intake import Name, Queue, check_request, seed_source
 from octavo.engine.messages import Stats
 from octavo.engine.pages import KVBlocks, KVLayout, Start
 from octavo.engine.plan import Chunk, Move, Sampled, StepPlan, StepResult
 from octavo.engine.sequence import Sequence
+from octavo.engine.speed import SpeedModel
 from octavo.engine.starts import keys_of, start_of
 from octavo.engine.stopping import no_token, not_a_number, why_done
+from octavo.engine.tiers import HostMemory, Tiers
 from octavo.engine.types import Request, TokenEvent, TokenLogprobs
 from octavo.errors import InvalidRequest, OctavoError, to_wire
 from octavo.wire.metric_names import ITERATION_BUCKETS
@@ -48,6 +51,7 @@ class Scheduler:
         vocab_size: int, eos_token_ids: Iterable[int], seed: int = 0, policy: str = "fcfs",
         long_prefill_token_threshold: int = 0, max_num_queued_reqs: int | None = None,
         max_num_queued_tokens: int | None = None, enable_prefix_caching: bool = True,
+        host: HostMemory | None = None, disk: DiskTier | None = None,
     ) -> None:  # fmt: skip
         self.blocks = KVBlocks(layout)
         self.max_num_seqs = max_num_seqs
@@ -74,6 +78,7 @@ class Scheduler:
         self._in_flight: deque[_InFlight] = deque()
         self._removed: list[int] = []
         self._moves: list[Move] = []
+        self.tiers = Tiers(self.blocks, self._moves, SpeedModel(), host, disk)
         self._timings: dict[Name, tuple[float, float]] = {}
 
     # -- admission and end ---------------------------------------------------------------------------------------------
@@ -143,6 +148,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """What to compute next; without chunks when nothing can run. Takes blocks and may preempt."""
+        self.tiers.poll()
         chunks: list[Chunk] = []
         if self.by_priority and self._suspect is None:
             self._yield_to_urgent()
@@ -153,8 +159,9 @@ class Scheduler:
             return StepPlan([], [], [])
         sequences = [self._sequences[chunk.sequence_id] for chunk in chunks]
         added = [s.introduction() for s in sequences if not s.known_to_runners]
-        plan = StepPlan(self._removed, added, chunks, self._moves)
-        self._removed, self._moves = [], []
+        plan = StepPlan(self._removed, added, chunks, list(self._moves))
+        self._removed = []
+        self._moves.clear()
         self._in_flight.append(_InFlight(plan, [(s, s.epoch) for s in sequences]))
         return plan
 
@@ -209,11 +216,17 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; it waits and goes on later."""
         self.running.remove(sequence)
+        drafting = sequence.drafting  # then it is not known how much it has
+        swapped = None if drafting else self.tiers.swap_out(sequence.held, sequence.num_planned_tokens)
         self.blocks.release(sequence.held)
         self._removed.append(sequence.sequence_id)
-        sequence.start_over()
+        if swapped is None:
+            sequence.start_over()
+        else:
+            sequence.set_aside(swapped)
         insort(self.waiting, sequence, key=_key)
         self.stats.preemptions += 1
+        self.stats.preemptions_swapped += swapped is not None
 
     def _yield_to_urgent(self) -> None:
         """Preempts running sequences for the first waiting one, if it is of better priority and lacks a place."""
@@ -236,10 +249,11 @@ class Scheduler:
             if budget == 0 or (len(self.running) >= self.max_num_seqs and not self.paused_clients):
                 break
             start = self._start_of(sequence)
+            while start and not self._has_place(sequence, start) and (paused := self._last_paused()):
+                self.preempt(paused)
+                start = self._start_of(sequence)
             if start is None:
                 continue
-            while not self._has_place(sequence, start) and (paused := self._last_paused()):
-                self.preempt(paused)
             if not self._has_place(sequence, start):
                 break
             self._begin(sequence, start, now)
@@ -249,7 +263,8 @@ class Scheduler:
             budget -= length
 
     def _start_of(self, sequence: Sequence) -> Start | None:
-        return start_of(sequence, self._requests[sequence.request.client_id, sequence.request.request_id], self.blocks)
+        siblings = self._requests[sequence.request.client_id, sequence.request.request_id]
+        return start_of(sequence, siblings, self.blocks, self.tiers)
 
     def _has_place(self, sequence: Sequence, start: Start) -> bool:
         if len(self.running) >= self.max_num_seqs:
@@ -258,24 +273,32 @@ class Scheduler:
         return self.blocks.can_start(sequence.num_expected_tokens, most, self._reserved(), start)
 
     def _begin(self, sequence: Sequence, start: Start, now: float) -> None:
-        copies, _ = self.blocks.begin(sequence.held, start)
-        self._moves += copies
-        sequence.begin(start.num_tokens)
+        loaded = self.tiers.begin(sequence.held, start, sequence.keys, sequence.swapped)
+        if sequence.swapped is None:
+            sequence.begin(start.num_tokens)
+        sequence.swapped = None
         del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
         insort(self.running, sequence, key=_key)
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = now
             self.queue.started((sequence.request.client_id, sequence.request.request_id), now)
-            self._count_start(sequence, start)
+            self._count_start(sequence, start, loaded)
+        self._end_fetch(sequence)
 
-    def _count_start(self, sequence: Sequence, start: Start) -> None:
+    def _end_fetch(self, sequence: Sequence) -> None:
+        if sequence.fetch is not None:
+            self.tiers.end_fetch(sequence.fetch)
+            sequence.fetch = None
+
+    def _count_start(self, sequence: Sequence, start: Start, loaded: set[int]) -> None:
         stats = self.stats
         stats.prompt_tokens += sequence.num_prompt_tokens
         if sequence.keys is not None and sequence.prompt_logprobs is None:
             stats.prefix_queries += sequence.num_tokens
             stats.prefix_hits += start.num_tokens
         sequence.num_cached_tokens = cached = min(start.num_tokens, sequence.num_prompt_tokens)
-        stats.cached_by_source["device"] = stats.cached_by_source.get("device", 0) + cached
+        for source, count in self.tiers.sources(cached, loaded, sequence.fetch, sequence.keys):
+            stats.cached_by_source[source] = stats.cached_by_source.get(source, 0) + count
 
     def _reserved(self) -> list[int] | None:
         """Blocks that running sequences in the middle of prefill still take. Without a limit on chunks there are none:
@@ -290,6 +313,8 @@ class Scheduler:
         """Takes in what the runners computed. Sequences that ended meanwhile are passed over."""
         flight = self._in_flight.popleft()
         assert flight.plan is plan, "steps are committed in the order of their plans"
+        self.tiers.done(plan.moves, result.move_seconds)
+        self.tiers.speed.note_step(plan, result)
         events: Events = []
         sampled = iter(result.sampled)
         for chunk, (sequence, epoch) in zip(plan.chunks, flight.sequences, strict=True):
@@ -328,7 +353,7 @@ class Scheduler:
 
     def _register(self, sequence: Sequence) -> None:
         """Lets the blocks be found that are computed, and whose tokens are known, for good."""
-        if sequence.keys is not None:
+        if sequence.keys is not None and sequence.swapped is None:
             final = min(sequence.num_computed_tokens, sequence.num_tokens)
             self.blocks.register(sequence.held, sequence.keys, final)
 
@@ -381,11 +406,15 @@ class Scheduler:
         """Takes back all plans under way. Of `ran` the moves were done; later ones did not reach the runners."""
         flights, self._in_flight = list(self._in_flight), deque()
         self._removed = [i for flight in flights for i in flight.plan.removed] + self._removed
-        self._moves = [m for flight in flights if flight.plan is not ran for m in flight.plan.moves] + self._moves
+        self._moves[:0] = [m for flight in flights if flight.plan is not ran for m in flight.plan.moves]
+        self.tiers.done(ran.moves, 0.0)
         for sequence in {s: None for flight in flights for s, _ in flight.sequences}:
             if sequence.sequence_id not in self._sequences:
                 continue
             sequence.back_to_computed()
+            if sequence.swapped is not None:
+                self.tiers.drop(sequence.swapped)
+                sequence.start_over()
             if sequence.held.tables[0] and self.blocks.trimmed_too_far(sequence.held, sequence.num_computed_tokens):
                 self.preempt(sequence)
 
@@ -438,6 +467,9 @@ class Scheduler:
         place = self.running if sequence.held.tables[0] else self.waiting
         del place[bisect_left(place, sequence.key, key=_key)]
         self.blocks.release(sequence.held)
+        self._end_fetch(sequence)
+        if sequence.swapped is not None:
+            self.tiers.drop(sequence.swapped)
         self._removed.append(sequence.sequence_id)
         del self._sequences[sequence.sequence_id]
         name = (sequence.request.client_id, sequence.request.request_id)
@@ -464,6 +496,7 @@ class Scheduler:
         self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)
         self.stats.blocks_used = self.blocks.num_used
         self.stats.rejected = dict(self.queue.rejected)
+        self.tiers.fill_in(self.stats)
         return self.stats
 
     def check_integrity(self) -> None:
@@ -473,7 +506,10 @@ class Scheduler:
         for place in (self.running, self.waiting):
             assert place == sorted(place, key=_key), "order lost"
         assert all(s.held.tables[0] for s in self.running), "a running sequence holds no blocks"
-        assert not any(any(s.held.tables) or s.num_planned_tokens for s in self.waiting), "a waiting one holds blocks"
+        fresh = [s for s in self.waiting if s.swapped is None]
+        assert not any(any(s.held.tables) for s in self.waiting), "a waiting one holds blocks"
+        assert not any(s.num_planned_tokens for s in fresh), "a waiting one has computed, and kept nothing"
+        assert not any(s.swapped for s in self.running), "a running one is swapped out"
         assert len(self.running) <= self.max_num_seqs, "too many running"
         assert all(s.num_tokens <= self.max_model_len for s in everyone), "a sequence is too long"
         for s in everyone:
@@ -484,6 +520,10 @@ class Scheduler:
         self.queue.check_integrity()
         assert sum(map(len, self._requests.values())) == len(everyone), "requests and sequences differ"
         self.blocks.check_integrity([s.held for s in everyone])
+        self.tiers.check_integrity(
+            [move for flight in self._in_flight for move in flight.plan.moves],
+            [s.swapped for s in everyone if s.swapped], [s.fetch for s in everyone if s.fetch],
+        )  # fmt: skip
 
 
 def _key(sequence: Sequence) -> tuple[int, int]:

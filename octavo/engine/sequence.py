@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from octavo.engine.pages import BlockTables
 from octavo.engine.plan import UNKNOWN, Chunk, NewSequence
 from octavo.engine.prefix import ChainKeys
+from octavo.engine.tiers import Fetch, Swapped
 from octavo.engine.types import Request, TokenLogprobs
 
 
@@ -42,6 +43,12 @@ class Sequence:
     """a chunk with drafts is under way: how many tokens it gives is not known"""
     epoch: int = 0
     """times that it was preempted; what a step computed in another epoch is gone"""
+    swapped: Swapped | None = None
+    """while it waits after a preemption: where what it had computed lies"""
+    fetch: Fetch | None = None
+    """blocks that it waits for, from the disk"""
+    looked_on_disk: bool = False
+    """has been asked for once, since it came or was preempted"""
     keys: ChainKeys | None = None
     """of its full blocks; None without a prefix cache"""
     num_cached_tokens: int = 0
@@ -146,10 +153,19 @@ class Sequence:
         self.known_to_runners = False
         self.blocks_sent = list(self.held.trimmed)
 
+    def set_aside(self, swapped: Swapped) -> None:
+        """Its blocks were taken away, but what they hold is kept. A step under way counts."""
+        self.swapped = swapped
+        self.known_to_runners = False
+        self.blocks_sent = [0] * len(self.held.tables)
+        self.draft_token_ids = []
+
     def start_over(self) -> None:
         """After its blocks were taken away: all of it is computed again. A pending token will come all the same."""
         pending = self.pending
         self.epoch += 1
+        self.swapped = None
+        self.looked_on_disk = False
         self.num_computed_tokens = 0
         self.back_to_computed()
         self.pending = pending

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.engine.plan import StepPlan, StepResult
+
+LONG = 16
+"""tokens of a chunk that is no decoding step, with drafts or without"""
 FORGET = 0.9
 """share of its weight that an observation keeps when the next one comes"""
 
@@ -43,10 +47,13 @@ class SpeedModel:
     def __init__(self) -> None:
         self.prefill, self.host, self.disk = Rate(), Rate(), Rate()
 
-    def note_step(self, longest_chunk: int, num_tokens: int, seconds: float) -> None:
-        """A step counts if it is mostly prefill: one long chunk makes up half of its tokens or more."""
-        if longest_chunk > 1 and 2 * longest_chunk >= num_tokens:
-            self.prefill.note(num_tokens, seconds)
+    def note_step(self, plan: StepPlan, result: StepResult) -> None:
+        """A step counts if it is mostly prefill: half of its tokens or more are in long chunks."""
+        seconds = result.seconds - result.move_seconds
+        lengths = [len(chunk.token_ids) for chunk in plan.chunks]
+        long = sum(length for length in lengths if length >= LONG)
+        if seconds > 0 and long and 2 * long >= sum(lengths):
+            self.prefill.note(sum(lengths), seconds)
 
     def swap(self, num_tokens: int, num_bytes: int) -> Choice:
         """For a preempted sequence: to the host and back, or to be computed again; what the prefix cache will keep in

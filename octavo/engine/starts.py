@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from octavo.engine.pages import NOTHING, KVBlocks, Start
+from octavo.engine.pages import NOTHING, Elsewhere, KVBlocks, Start
 from octavo.engine.prefix import ChainKeys, root_key
 from octavo.engine.sequence import Sequence
+from octavo.engine.tiers import Tiers
 
 
 def keys_of(sequence: Sequence, page_size: int) -> ChainKeys:
@@ -21,8 +22,30 @@ def keys_of(sequence: Sequence, page_size: int) -> ChainKeys:
     return ChainKeys(root, page_size, request.prompt_token_ids, sequence.output_token_ids)
 
 
-def start_of(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks) -> Start | None:
-    """The most that is there; None while a sibling is computing the prompt.
+def start_of(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks, tiers: Tiers) -> Start | None:
+    """The most that is there, what was swapped out before all else; None while it must wait: for blocks from the disk,
+    which are asked for here, or for a sibling that is computing the prompt.
+    """
+    if sequence.swapped is not None:
+        start = tiers.resume(sequence.swapped, sequence.keys)
+        if start is not None:
+            return start
+        tiers.drop(sequence.swapped)
+        sequence.start_over()
+    if sequence.fetch is not None and not sequence.fetch.done:
+        return None
+    start = _found(sequence, siblings, blocks, tiers.on_host)
+    if start is None or sequence.looked_on_disk or tiers.disk is None or sequence.keys is None:
+        return start
+    sequence.looked_on_disk = True
+    further = _found(sequence, siblings, blocks, tiers.anywhere)
+    if further is not None and further.num_tokens > start.num_tokens:
+        sequence.fetch = tiers.fetch(further, sequence.keys, start.num_tokens)
+    return start if sequence.fetch is None else None
+
+
+def _found(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks, elsewhere: Elsewhere) -> Start | None:
+    """The most that is in the cache or a sibling has; None while one is computing the prompt.
 
     At least one token is left to compute, as without it none can be sampled. A prompt whose logprobs are wanted is
     computed whole.
@@ -33,7 +56,7 @@ def start_of(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks)
     forked = _fork(sequence, siblings, blocks, min(sequence.num_prompt_tokens, most))
     if forked is None:
         return None
-    found = NOTHING if sequence.keys is None else blocks.find(sequence.keys, most)
+    found = NOTHING if sequence.keys is None else blocks.find(sequence.keys, most, elsewhere)
     return found if found.num_tokens > forked.num_tokens else forked
 
 

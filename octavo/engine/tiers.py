@@ -17,7 +17,7 @@ from typing import Protocol
 from octavo.engine.disk_tier import DiskTier, Transfer
 from octavo.engine.host_tier import HostTier
 from octavo.engine.messages import OffloadCounts, Stats
-from octavo.engine.pages import ELSEWHERE, FREED, BlockTables, KVBlocks, Start
+from octavo.engine.pages import ELSEWHERE, FREED, NOTHING, BlockTables, KVBlocks, Start
 from octavo.engine.plan import COPY, LOAD, SAVE, Move
 from octavo.engine.prefix import ChainKeys
 from octavo.engine.speed import SpeedModel
@@ -57,18 +57,30 @@ class Fetch:
         return all(transfer.done for transfer in self.transfers)
 
 
+class _NoMemory:
+    """`HostMemory` without a slot."""
+
+    def __init__(self, num_groups: int) -> None:
+        self.num_slots = self.block_bytes = (0,) * num_groups
+
+    def view(self, group: int, slot: int) -> memoryview:
+        raise AssertionError("there is no slot")
+
+
 class Tiers:
     """One a scheduler, for its `blocks`. `moves` is the list that the next plan will carry."""
 
     def __init__(
-        self, blocks: KVBlocks, moves: list[Move], memory: HostMemory, speed: SpeedModel, disk: DiskTier | None = None,
+        self, blocks: KVBlocks, moves: list[Move], speed: SpeedModel, memory: HostMemory | None = None,
+        disk: DiskTier | None = None,
     ) -> None:  # fmt: skip
-        self.blocks, self.moves, self.memory, self.speed, self.disk = blocks, moves, memory, speed, disk
-        self.hosts = [HostTier(count) for count in memory.num_slots]
+        self.blocks, self.moves, self.speed, self.disk = blocks, moves, speed, disk
+        self.memory = memory or _NoMemory(len(blocks.pools))
+        self.hosts = [HostTier(count) for count in self.memory.num_slots]
         self.counts = OffloadCounts()
         self._transfers: set[Transfer] = set()
         """on their way; they hold their slots"""
-        for group, pool in enumerate(blocks.pools):
+        for group, pool in enumerate(blocks.pools if self.hosts[0].num_slots else ()):
             pool.on_evict = lambda block, key, group=group: self._evicted(group, block, key)
 
     # -- blocks that the device gives up, and takes back ---------------------------------------------------------------
@@ -95,12 +107,12 @@ class Tiers:
         return self.disk is not None and self.disk.has(group, key, self.memory.block_bytes[group])
 
     def begin(
-        self, held: BlockTables, start: Start, keys: ChainKeys, swapped: Swapped | None = None
-    ) -> list[tuple[int, int]]:
+        self, held: BlockTables, start: Start, keys: ChainKeys | None, swapped: Swapped | None = None
+    ) -> set[int]:
         """Gives empty tables what `start` names, as `KVBlocks.begin` does, and plans the loading of what is elsewhere.
 
-        `start` is that of `resumed` for a swapped sequence, whose slots are free once this is done. Returns (KV group,
-        index) of each block that is loaded.
+        `start` is that of `resume` for a swapped sequence, which is no longer swapped after it. Returns the indices of
+        blocks that are loaded.
         """
         sources = {place: self._source(*place, keys, swapped) for place in _elsewhere(start)}
         for (group, _), slot in sources.items():
@@ -111,16 +123,17 @@ class Tiers:
             group, index = place
             block = held.tables[group][index]
             self.moves.append(Move(LOAD, group, sources[place], block))
-            if swapped is None or index < swapped.first_block:
+            if keys is not None and (swapped is None or index < swapped.first_block):
                 self.blocks.pools[group].register([block], [keys[index]])
         if swapped is not None:
             held.num_registered = swapped.first_block
             self.drop(swapped)
-        return to_load
+        return {index for _, index in to_load}
 
-    def _source(self, group: int, index: int, keys: ChainKeys, swapped: Swapped | None) -> int:
+    def _source(self, group: int, index: int, keys: ChainKeys | None, swapped: Swapped | None) -> int:
         if swapped is not None and index >= swapped.first_block:
             return swapped.slots[group][index - swapped.first_block]
+        assert keys is not None, "what has no key was found by one"
         slot = self.hosts[group].find(keys[index])
         assert slot is not None, "a block was found on the host, and is not there"
         return slot
@@ -130,8 +143,9 @@ class Tiers:
         if not moves:
             return
         sizes, counts = self.memory.block_bytes, self.counts
-        num_bytes = sum(sizes[move.group] for move in moves)
-        self.speed.host.note(num_bytes, seconds)
+        num_bytes = sum(sizes[move.group] for move in moves) or 1
+        if seconds:
+            self.speed.host.note(num_bytes, seconds)
         for move in reversed(moves):  # the ends of what was loaded are given up before its beginnings
             size = sizes[move.group]
             if move.kind == SAVE:
@@ -149,9 +163,12 @@ class Tiers:
     def swap_out(self, held: BlockTables, num_tokens: int) -> Swapped | None:
         """Saves what the prefix cache will not keep of the first `num_tokens` tokens, before `held` is released.
 
-        None where computing it again is cheaper, or slots are short.
+        None where there is no more than the cache keeps, what later tokens need is freed (after a step that failed),
+        computing it again is cheaper, or slots are short.
         """
         first, end = held.num_registered, -(-num_tokens // self.blocks.layout.page_size)
+        if end <= first or not self.hosts[0].num_slots or self.blocks.trimmed_too_far(held, num_tokens):
+            return None
         tails = [table[first:end] for table in held.tables]
         counts = [sum(block != FREED for block in tail) for tail in tails]
         num_bytes = sum(n * size for n, size in zip(counts, self.memory.block_bytes, strict=True))
@@ -172,13 +189,17 @@ class Tiers:
         self.hosts[group].share(slot)  # once for the move, once for the sequence
         return slot
 
-    def resumed(self, swapped: Swapped, start: Start) -> Start | None:
-        """`start`, as found for the blocks before the swapped ones, made longer by these; None where it falls short."""
-        if start.num_tokens != swapped.first_block * self.blocks.layout.page_size:
+    def resume(self, swapped: Swapped, keys: ChainKeys | None) -> Start | None:
+        """All of its tokens, from the prefix cache and its own slots; None where the cache has lost some."""
+        before = swapped.first_block * self.blocks.layout.page_size
+        start = NOTHING if keys is None else self.blocks.find(keys, before, self.on_host)
+        if start.num_tokens != before:
             return None
-        before = start.tables or [[] for _ in swapped.slots]
         mine = [[FREED if slot == FREED else ELSEWHERE for slot in slots] for slots in swapped.slots]
-        return Start(swapped.num_tokens, [b + m for b, m in zip(before, mine, strict=True)])
+        first = start.tables or [[] for _ in mine]
+        tables = [f + m for f, m in zip(first, mine, strict=True)]
+        self.blocks.free_unseen(tables, swapped.num_tokens)
+        return Start(swapped.num_tokens, tables)
 
     def drop(self, swapped: Swapped) -> None:
         """Its sequence goes on, ends, or is computed again."""
@@ -248,6 +269,21 @@ class Tiers:
         counts.disk_read_s += transfer.seconds
         counts.disk_read_failures += not transfer.ok
 
+    def sources(
+        self, num_tokens: int, loaded: set[int], fetch: Fetch | None, keys: ChainKeys | None
+    ) -> Iterator[tuple[str, int]]:
+        """(device, host or disk; how many of the first `num_tokens` tokens came from there), where not 0.
+
+        `loaded`: indices of blocks that `begin` loads; `fetch`: what was read for them.
+        """
+        size = self.blocks.layout.page_size
+        read = {transfer.key for transfer in fetch.transfers if transfer.ok} if fetch is not None else set()
+        lying = {i: min(size, num_tokens - i * size) for i in loaded if i * size < num_tokens}
+        disk = sum(count for i, count in lying.items() if keys is not None and keys[i] in read)
+        host = sum(lying.values()) - disk
+        counts = (("device", num_tokens - host - disk), ("host", host), ("disk", disk))
+        yield from ((source, count) for source, count in counts if count)
+
     def end_fetch(self, fetch: Fetch) -> None:
         """Whoever waited has begun, or ended: what was read is the host's, as any other block."""
         for transfer in reversed(fetch.transfers):
@@ -259,6 +295,8 @@ class Tiers:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def fill_in(self, stats: Stats) -> None:
+        if not self.hosts[0].num_slots:
+            return
         stats.offload = self.counts
         stats.host_blocks_used = sum(host.num_used for host in self.hosts)
         stats.host_blocks_total = sum(host.num_slots for host in self.hosts)

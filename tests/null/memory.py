@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from octavo.backends.kv import SlidingWindow
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import COPY, UNKNOWN, Chunk, Move, NewSequence, Sampled, StepPlan, StepResult
+from octavo.engine.plan import COPY, LOAD, SAVE, UNKNOWN, Chunk, Move, NewSequence, Sampled, StepPlan, StepResult
 from octavo.engine.types import TokenLogprobs
 
 
@@ -54,10 +54,18 @@ class Known:
 
 
 class NullRunner:
-    """With `guesses`, it drafts so many tokens after each sampled one, of which every third is wrong."""
+    """With `guesses`, it drafts so many tokens after each sampled one, of which every third is wrong.
 
-    def __init__(self, layout: KVLayout, vocab_size: int, max_num_seqs: int, guesses: int = 0) -> None:
+    It is its own `tiers.HostMemory`, of `host_slots` for each KV group.
+    """
+
+    def __init__(
+        self, layout: KVLayout, vocab_size: int, max_num_seqs: int, guesses: int = 0, host_slots: int = 0
+    ) -> None:
         self.guesses = guesses
+        self.num_slots = (host_slots,) * len(layout.specs)
+        self.block_bytes = (layout.page_size,) * len(layout.specs)
+        self.slots: list[dict[tuple[int, int], int]] = [{} for _ in layout.specs]
         self.layout, self.vocab_size, self.max_num_seqs = layout, vocab_size, max_num_seqs
         self.memory: list[dict[tuple[int, int], int]] = [{} for _ in layout.specs]
         self.known: dict[int, Known] = {}
@@ -95,12 +103,15 @@ class NullRunner:
 
     def move(self, moves: Iterable[Move]) -> None:
         for move in moves:
-            assert move.kind == COPY
-            memory = self.memory[move.group]
+            device, host = self.memory[move.group], self.slots[move.group]
+            source, target = {COPY: (device, device), SAVE: (device, host), LOAD: (host, device)}[move.kind]
             for offset in range(self.layout.page_size):
-                memory.pop((move.target, offset), None)
-                if (move.source, offset) in memory:
-                    memory[move.target, offset] = memory[move.source, offset]
+                target.pop((move.target, offset), None)
+                if (move.source, offset) in source:
+                    target[move.target, offset] = source[move.source, offset]
+
+    def view(self, group: int, slot: int) -> memoryview:
+        raise AssertionError("there is no disk")
 
     def _sample(self, tokens: list[int], num_drafts: int) -> list[int]:
         """The tokens that follow: as many as drafts at the end of `tokens` were right, and one."""

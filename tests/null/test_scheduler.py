@@ -22,13 +22,26 @@ VOCAB = 50
 FULL, WINDOW = FullAttention(1, 1), SlidingWindow(1, 1, 5)
 
 
-def build(blocks=(16,), specs=(FULL,), page_size=4, seqs=4, budget=8, length=40, eos=(), seed=0, guesses=0, **settings):
+def build(
+    blocks=(16,),
+    specs=(FULL,),
+    page_size=4,
+    seqs=4,
+    budget=8,
+    length=40,
+    eos=(),
+    seed=0,
+    guesses=0,
+    slots=0,
+    **settings,
+):
     layout = KVLayout(page_size, specs, blocks)
+    runner = NullRunner(layout, VOCAB, seqs, guesses, slots)
     scheduler = Scheduler(
         layout, max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=length, vocab_size=VOCAB,
-        eos_token_ids=eos, seed=seed, **{"policy": "priority", **settings},
+        eos_token_ids=eos, seed=seed, host=runner, **{"policy": "priority", **settings},
     )  # fmt: skip
-    return scheduler, NullRunner(layout, VOCAB, seqs, guesses)
+    return scheduler, runner
 
 
 def request(name="r", prompt=(1, 2, 3), client="c", **fields):
@@ -350,13 +363,14 @@ class Life(RuleBasedStateMachine):
         blocks=st.integers(6, 14), page_size=st.sampled_from([1, 2, 4]), seqs=st.integers(1, 5),
         budget=st.integers(1, 12), windows=st.booleans(), eos=st.sets(st.integers(0, VOCAB - 1), max_size=4),
         overlapped=st.booleans(), guesses=st.integers(0, 4), threshold=st.integers(0, 5),
+        slots=st.integers(0, 14),
     )  # fmt: skip
-    def start(self, blocks, page_size, seqs, budget, windows, eos, overlapped, guesses, threshold):
+    def start(self, blocks, page_size, seqs, budget, windows, eos, overlapped, guesses, threshold, slots):
         self.length = blocks * page_size + 1
         groups = (WINDOW, FULL) if windows else (FULL,)
         self.scheduler, self.runner = build(
             (blocks,) * len(groups), groups, page_size, seqs, budget, self.length, sorted(eos),
-            guesses=0 if overlapped else guesses, long_prefill_token_threshold=threshold,
+            guesses=0 if overlapped else guesses, long_prefill_token_threshold=threshold, slots=slots,
         )  # fmt: skip
         self.loop = Overlapped(self.scheduler, self.runner) if overlapped else None
         self.open: dict[tuple[str, str, int], list[int]] = {}

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from octavo.backends.kv import FullAttention, SlidingWindow
-from octavo.engine.plan import StepPlan, StepResult, fill_in
+from octavo.engine.plan import COPY, LOAD, StepPlan, StepResult, fill_in
 from octavo.engine.scheduler import Events
 from octavo.engine.types import TokenEvent
 from octavo.errors import OctavoError
@@ -41,6 +41,7 @@ class Schedule:
             (blocks,) * len(specs), specs, page_size, rng.randint(1, 8), rng.choice([1, 3, 8, 30, 100]), self.length,
             self.eos, guesses=0 if self.overlapped else rng.choice([0, 0, 3]),
             long_prefill_token_threshold=rng.choice([0, 0, 4]), enable_prefix_caching=rng.random() < 0.75,
+            slots=rng.choice([0, rng.randint(1, blocks), 3 * blocks]),
         )  # fmt: skip
         self.runner.root_of = lambda new: SALTS.index(self.salt_of[new.sequence_id])
         self.salt_of: dict[int, str | None] = {}
@@ -91,7 +92,10 @@ class Schedule:
         for chunk in plan.chunks:
             assert blocks.may_write(held[chunk.sequence_id], chunk.start, chunk.end), "writes what others read"
         if before == self.scheduler.stats.preemptions:
-            assert all(blocks.pools[move.group].may_write(move.target) for move in plan.moves), "copied over"
+            copies = [move for move in plan.moves if move.kind == COPY]
+            assert all(blocks.pools[move.group].may_write(move.target) for move in copies), "copied over"
+            loads = [move for move in plan.moves if move.kind == LOAD]
+            assert all(blocks.pools[move.group].is_held(move.target) for move in loads), "loaded for nobody"
         return plan
 
     def step(self) -> None:
@@ -161,7 +165,7 @@ class Schedule:
 
 @pytest.mark.parametrize("part", sample(range(NUM_PARTS), 2))
 def test_random_schedules(part):
-    hits = preemptions = ended = 0
+    hits = preemptions = swapped = from_host = ended = 0
     for number in range(part * PART, (part + 1) * PART):
         schedule = Schedule(SEED * NUM_PARTS * PART + number)
         try:
@@ -170,6 +174,10 @@ def test_random_schedules(part):
             raise AssertionError(f"Schedule({SEED * NUM_PARTS * PART + number}).run()") from error
         stats = schedule.scheduler.stats
         hits, preemptions = hits + stats.prefix_hits, preemptions + stats.preemptions
+        swapped, from_host = swapped + stats.preemptions_swapped, from_host + stats.cached_by_source.get("host", 0)
         ended += sum(events[-1].finish_reason in ("stop", "length") for events in schedule.got.values())
-    shown = f"{hits} tokens found, {preemptions} preemptions, {ended} whole answers, OCTAVO_SEED={SEED}"
-    assert min(hits, preemptions, ended) > PART // 2, shown
+    shown = (
+        f"{hits} tokens found, {from_host} on the host, {preemptions} preemptions, {swapped} swapped, "
+        f"{ended} whole answers, OCTAVO_SEED={SEED}"
+    )
+    assert min(hits, preemptions, ended) > PART // 2 and min(swapped, from_host) > PART // 8, shown

@@ -16,7 +16,7 @@ from octavo.engine.disk_tier import Transfer
 from octavo.engine.host_tier import HostTier
 from octavo.engine.messages import Stats
 from octavo.engine.pages import FREED, BlockTables, KVBlocks, KVLayout
-from octavo.engine.plan import LOAD, SAVE, Move
+from octavo.engine.plan import LOAD, SAVE, Chunk, Move, StepPlan, StepResult
 from octavo.engine.prefix import ChainKeys, root_key
 from octavo.engine.speed import SpeedModel
 from octavo.engine.tiers import Fetch, Swapped, Tiers
@@ -121,7 +121,7 @@ class Sequence:
 def build(specs, num_blocks, num_slots, disk=None, speed=None):
     layout = KVLayout(PAGE, tuple(specs), (num_blocks,) * len(specs))
     blocks, memory, moves = KVBlocks(layout), Memory(layout, num_slots), []
-    return Tiers(blocks, moves, memory, speed or SpeedModel(), disk), memory
+    return Tiers(blocks, moves, speed or SpeedModel(), memory, disk), memory
 
 
 class Machine(RuleBasedStateMachine):
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
                 sequence.fetch = tiers.fetch(further, sequence.keys, start.num_tokens)
                 if sequence.fetch is not None:
                     return
-        if swapped is not None and (whole := tiers.resumed(swapped, start)) is not None:
+        if swapped is not None and (whole := tiers.resume(swapped, sequence.keys)) is not None:
             start = whole
         elif swapped is not None:
             tiers.drop(swapped)
@@ -443,7 +443,7 @@ def test_preemption_takes_the_cheaper_way(token_s, byte_s, swaps):
     speed = SpeedModel()
     speed.host.note(1, byte_s)
     if token_s is not None:
-        speed.note_step(8, 8, 8 * token_s)
+        speed.prefill.note(8, 8 * token_s)
     tiers, _ = build((FULL,), 8, 8, speed=speed)
     sequence = computed(tiers, 7, range(9))
     assert (tiers.swap_out(sequence.held, 7) is not None) == swaps
@@ -469,13 +469,18 @@ def test_a_window_saves_what_it_reaches():
 
 def test_only_steps_that_are_mostly_prefill_say_how_fast_it_is():
     speed = SpeedModel()
-    speed.note_step(1, 64, 9.0)
-    speed.note_step(8, 64, 9.0)
+
+    def note(lengths, seconds):
+        chunks = [Chunk(i, 0, [0] * length, (0,), ([],), False) for i, length in enumerate(lengths)]
+        speed.note_step(StepPlan([], [], chunks), StepResult([], {}, seconds=seconds + 1, move_seconds=1.0))
+
+    note([1] * 64, 9.0)
+    note([16, *[1] * 17], 9.0)
     assert speed.prefill.seconds_each is None
-    speed.note_step(100, 104, 1.04)
+    note([50, 50, 4], 1.04)
     assert speed.prefill.seconds_each == pytest.approx(0.01)
     for _ in range(80):
-        speed.note_step(100, 100, 2.0)
+        note([100], 2.0)
     assert speed.prefill.seconds_each == pytest.approx(0.02, rel=0.01), "old observations are forgotten"
     assert "an unknown time, computing 2" in str(speed.swap(10, 100))
 
