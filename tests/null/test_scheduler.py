@@ -428,15 +428,15 @@ class Life(RuleBasedStateMachine):
 
     @rule(one=st.booleans(), aside=st.booleans(), data=st.data())
     def fail(self, one, aside, data):
-        plan = self.loop.running[0] if self.loop and self.loop.running else self.scheduler.plan(0.0)
+        if self.loop and self.loop.running:
+            plan, self.loop.running = self.loop.running[0], None
+        else:
+            plan = self.scheduler.plan(0.0)
+            self.runner.move(plan.moves)
         if not plan.chunks:
             return
-        if self.loop:
-            self.loop.running = None
-            if data.draw(st.booleans()):
-                self.scheduler.plan(0.0)  # the one after it, which never starts
-        else:
-            self.runner.move(plan.moves)
+        if self.loop and data.draw(st.booleans()):
+            self.scheduler.plan(0.0)  # the one after it, which never starts
         if aside and self.scheduler.set_aside_newest(plan):
             self.take(self.step())
             events = self.scheduler.end_suspect(OctavoError("x"))
