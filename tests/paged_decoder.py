@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.backends.base import AttentionMeta, Device, ForwardBatch
+from octavo.backends.base import AdapterRows, AttentionMeta, Device, ForwardBatch
 from octavo.backends.reference import ReferenceDevice
 from octavo.models.decoder import Decoder
 
@@ -26,9 +26,14 @@ def random_prompts(rng: random.Random, vocab_size: int, longest: int = 40) -> li
 
 
 @torch.inference_mode()
-def paged_logits(decoder: Decoder, device: Device, prompts: list[list[int]], rng: random.Random) -> list[Tensor]:
-    """Logits of every position. Each step takes a random number of tokens of a random set of the sequences, in random
-    order; blocks are scattered over the cache, differently in each KV group."""
+def paged_logits(
+    decoder: Decoder, device: Device, prompts: list[list[int]], rng: random.Random, adapters: tuple[int, ...] = ()
+) -> list[Tensor]:
+    """Logits of every position; `adapters` has the number of each prompt's adapter, 0 for none.
+
+    Each step takes a random number of tokens of a random set of the sequences, in random order; blocks are scattered
+    over the cache, differently in each KV group.
+    """
     pages = [-(-len(prompt) // PAGE) for prompt in prompts]
     total = sum(pages) + 3
     specs = {layer: group.spec for group in decoder.kv_groups for layer in group.layers}
@@ -43,7 +48,7 @@ def paged_logits(decoder: Decoder, device: Device, prompts: list[list[int]], rng
         unfinished = [s for s in range(len(prompts)) if done[s] < len(prompts[s])]
         chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
         spans = [(s, done[s], min(len(prompts[s]), done[s] + rng.choice((1, 1, 3, 17)))) for s in chosen]
-        hidden = decoder.forward(_batch(spans, prompts, tables), kv)
+        hidden = decoder.forward(_batch(spans, prompts, tables, adapters), kv)
         logits = decoder.logits(hidden)
         assert logits.dtype == torch.float32
         for (s, start, stop), part in zip(spans, logits.split([b - a for _, a, b in spans]), strict=True):
@@ -53,7 +58,12 @@ def paged_logits(decoder: Decoder, device: Device, prompts: list[list[int]], rng
     return [torch.cat(parts) for parts in rows]
 
 
-def _batch(spans: list[tuple[int, int, int]], prompts: list[list[int]], tables: list[list[list[int]]]) -> ForwardBatch:
+def _batch(
+    spans: list[tuple[int, int, int]],
+    prompts: list[list[int]],
+    tables: list[list[list[int]]],
+    adapters: tuple[int, ...],
+) -> ForwardBatch:
     positions = [p for _, start, stop in spans for p in range(start, stop)]
     tokens = [prompts[s][p] for s, start, stop in spans for p in range(start, stop)]
     query_start = np.cumsum([0] + [stop - start for _, start, stop in spans])
@@ -71,4 +81,8 @@ def _batch(spans: list[tuple[int, int, int]], prompts: list[list[int]], tables: 
                 PAGE,
             )
         )
-    return ForwardBatch(torch.tensor(tokens), torch.tensor(positions), tuple(metas))
+    of_token = torch.tensor([adapters[s] for s, start, stop in spans for _ in range(start, stop)] if adapters else [])
+    rows = tuple(
+        AdapterRows(n, (of_token == n).nonzero().flatten()) for n in sorted(set(adapters)) if n in of_token and n
+    )
+    return ForwardBatch(torch.tensor(tokens), torch.tensor(positions), tuple(metas), rows)

@@ -45,6 +45,16 @@ class AttentionMeta:
 
 
 @dataclass(frozen=True)
+class AdapterRows:
+    """The tokens of this step that one adapter computes."""
+
+    adapter: int
+    """its number, from 1"""
+    rows: Tensor | None
+    """int64, ascending; None: all of them"""
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """One step's input to a model."""
 
@@ -54,6 +64,8 @@ class ForwardBatch:
     """int64 [T]"""
     attention: tuple[AttentionMeta, ...]
     """one a KV group, in the model's group order"""
+    adapters: tuple[AdapterRows, ...] = ()
+    """rows that stand nowhere in it are the base model's"""
 
 
 @dataclass(frozen=True)

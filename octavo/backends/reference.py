@@ -72,8 +72,11 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Takes `weight` [N, K] and `bias` [N]; the caller forgets them."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> PackedLinear:
+        """Takes `weight` [N, K] and `bias` [N]; the caller forgets them.
+
+        One that is not `lasting` gives its memory back when it is dropped; others may share theirs until the end.
+        """
         return PackedLinear(weight.shape[1], weight.shape[0], (weight,), bias)
 
     def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,10 @@ class TensorFile:
         """The tensor's bytes as they stand in the file: uint8 [nbytes], not writable, not copied."""
         info = self.tensors[name]
         return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
+
+    def digest(self) -> bytes:
+        """SHA-256 of the whole file."""
+        return sha256(self._view).digest()
 
 
 def map_file(path: Path) -> mmap.mmap:

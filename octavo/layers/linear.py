@@ -6,16 +6,21 @@ from torch import Tensor
 
 from octavo.backends.reference import Ops, PackedLinear
 from octavo.dist.group import Group
+from octavo.layers.lora import LinearAdapters
 
 
 class Linear:
     """x [T, K] to [T, N]. Split by output features ("column parallel") it is this rank's N, and needs no exchange."""
 
+    adapters: LinearAdapters | None = None
+    """set where adapters may be loaded"""
+
     def __init__(self, ops: Ops, packed: PackedLinear) -> None:
         self.ops, self.packed = ops, packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.packed)
+        out = self.ops.linear(x, self.packed)
+        return out if self.adapters is None else self.adapters.add_to(out, x)
 
 
 class RowLinear(Linear):
@@ -26,4 +31,4 @@ class RowLinear(Linear):
         self.group = group
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.ops.linear(x, self.packed))
+        return self.group.all_reduce(super().__call__(x))

@@ -14,6 +14,7 @@ from octavo.dist.group import Group
 from octavo.layers.attention import Attention
 from octavo.layers.embedding import Embedding, OutputMatrix
 from octavo.layers.linear import Linear, RowLinear
+from octavo.layers.lora import StepAdapters
 from octavo.layers.mlp import GatedMLP
 from octavo.models.spec import DecoderSpec
 
@@ -38,6 +39,7 @@ class Decoder:
         self.kv_groups: tuple[KVGroup, ...] = group_layers(spec.kv_specs(spec.num_kv_heads // group.size))
         self.weights_bytes = 0
         """of this rank; set by the loader"""
+        self.step_adapters = StepAdapters()
         self.kv_scales: dict[int, tuple[Tensor, Tensor]] = {}
         """by layer, float32 [this rank's kv heads] for keys and for values; set by the loader"""
         self.embed = Embedding(ops, weights.tensor("embed.weight"), group)
@@ -56,6 +58,7 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Tensor:
         """Hidden states after the last norm [T, H]; `kv` holds one cache a layer, written as it goes."""
+        self.step_adapters.rows = batch.adapters
         x, residual = self.embed(batch.token_ids), None
         for layer, cache in zip(self.layers, kv, strict=True):
             x, residual = layer(x, residual, batch.positions, cache, batch.attention[layer.kv_group])
@@ -65,6 +68,10 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] to float32 [R, V], the same on every rank."""
         return self.output(hidden)
+
+    def linears(self) -> dict[str, Linear]:
+        """The linears of the layers, by the name of the parameter that each computes with."""
+        return {f"layers.{i}.{name}": linear for i, layer in enumerate(self.layers) for name, linear in layer.linears()}
 
 
 class DecoderLayer:
@@ -91,6 +98,10 @@ class DecoderLayer:
         gate_up = Linear(ops, weights.linear(name + "gate_up", spec.mlp_bias))
         down = RowLinear(ops, weights.linear(name + "down", spec.mlp_bias), group)
         self.mlp = GatedMLP(ops, gate_up, down, spec.activation)
+
+    def linears(self) -> tuple[tuple[str, Linear], ...]:
+        attention, mlp = self.attention, self.mlp
+        return ("qkv", attention.qkv), ("o", attention.output), ("gate_up", mlp.gate_up), ("down", mlp.down)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, cache: KVCache, meta: AttentionMeta

@@ -21,6 +21,7 @@ LAYERS = (
 """Rooms from the ground up, as docs/architecture.md draws them. Rooms on one level do not see each other."""
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 WITH_TORCH = (
+    "models/lora_loader.py",
     "backends",
     "dist",
     "engine/batch.py",

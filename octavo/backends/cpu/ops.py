@@ -133,13 +133,14 @@ class CpuOps(Ops):
         kernel(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, width)
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, lasting: bool = True) -> PackedLinear:
         if weight.dtype is not BF16 or (bias is not None and bias.dtype is not BF16):
-            return super().pack_linear(weight, bias)
+            return super().pack_linear(weight, bias, lasting)
         (n, k), bias = weight.shape, None if bias is None else bias.contiguous()
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        packed = self._arena.empty(_rounded_up(n) * (k + k % 2), BF16)
+        count = _rounded_up(n) * (k + k % 2)
+        packed = self._arena.empty(count, BF16) if lasting else torch.empty(count, dtype=BF16)
         self._kernels.pack_linear(weight.data_ptr(), weight.stride(0), n, k, packed.data_ptr())
         return PanelLinear(k, n, (packed,), bias, packed.data_ptr(), None if bias is None else bias.data_ptr())
 
