@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from octavo.engine.adapters import LoRARequest
     from octavo.engine.async_llm import AsyncLLM
     from octavo.engine.llm import LLM
     from octavo.engine.outputs import CompletionOutput, RequestOutput
@@ -21,13 +22,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "RepetitionDetectionParams", "RequestOutput", "RequestOutputKind",
-    "SamplingParams", "StructuredOutputsParams", "__version__",
+    "LLM", "AsyncLLM", "CompletionOutput", "LoRARequest", "RepetitionDetectionParams", "RequestOutput",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "__version__",
 ]  # fmt: skip
 
 _LAZY = {
     "LLM": "octavo.engine.llm",
     "AsyncLLM": "octavo.engine.async_llm",
+    "LoRARequest": "octavo.engine.adapters",
     "CompletionOutput": "octavo.engine.outputs",
     "RequestOutput": "octavo.engine.outputs",
     "RepetitionDetectionParams": "octavo.engine.types",

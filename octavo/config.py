@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
@@ -129,7 +130,7 @@ class EngineArgs:
     """vLLM's keys, or JSON of them; see `Speculation`"""
     enable_lora: bool = False
     lora_modules: tuple[str, ...] = ()
-    """NAME=PATH of adapters to load at start"""
+    """adapters to load at start: NAME=PATH, or vLLM's JSON with name and path"""
     max_loras: int = _number(8, 1, 1024)
     """adapters that are loaded at once"""
     max_lora_rank: int = _number(64, 1, 512)
@@ -278,7 +279,8 @@ class EngineConfig:
     kv_offloading_dir_bytes: int = 0
     speculative_config: Speculation | None = None
     enable_lora: bool = False
-    lora_modules: tuple[str, ...] = ()
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    """name and absolute path of each"""
     max_loras: int = 8
     max_lora_rank: int = 64
     tokenizer: str | None = None
@@ -294,7 +296,8 @@ class EngineConfig:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> EngineConfig:
-        tuples = {k: tuple(fields[k]) for k in ("eos_token_ids", "lora_modules", "warnings")}
+        tuples: dict[str, Any] = {k: tuple(fields[k]) for k in ("eos_token_ids", "warnings")}
+        tuples["lora_modules"] = tuple((name, path) for name, path in fields["lora_modules"])
         speculation = fields["speculative_config"]
         if speculation is not None:
             speculation = Speculation(**speculation)
@@ -344,10 +347,47 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
         kv_offloading_dir=args.kv_offloading_dir,
         kv_offloading_dir_bytes=int(args.kv_offloading_dir_size * GIB) if args.kv_offloading_dir else 0,
         speculative_config=parse_speculation(args.speculative_config),
-        enable_lora=args.enable_lora or bool(args.lora_modules), lora_modules=args.lora_modules,
+        enable_lora=args.enable_lora or bool(args.lora_modules), lora_modules=_lora_modules(args),
         max_loras=args.max_loras, max_lora_rank=args.max_lora_rank,
         max_model_len_asked=args.max_model_len is not None,
     )  # fmt: skip
+
+
+def _lora_modules(args: EngineArgs) -> tuple[tuple[str, str], ...]:
+    """Raises UsageError for what names no adapter, for names that are taken, and for too many."""
+    found: dict[str, str] = {}
+    served = args.served_model_name or (args.model,)
+    for text in args.lora_modules:
+        name, path, base = _lora_module(text)
+        if not name or not path or not all(isinstance(value, str) for value in (name, path)):
+            raise _bad_lora_modules(f"{_short(text)} names no adapter", 'NAME=PATH or {"name": …, "path": …}')
+        if name in found or name in served:
+            raise _bad_lora_modules(f"{_short(name)} is the name of another model here", "names that differ")
+        if base is not None and base not in served:
+            raise _bad_lora_modules(f"{_short(text)} is for another model", f"base_model_name {' or '.join(served)}")
+        found[name] = os.path.abspath(os.path.expanduser(path))
+    if len(found) > args.max_loras:
+        raise _bad_lora_modules(f"{len(found)} adapters", f"--max-loras {args.max_loras}")
+    return tuple(found.items())
+
+
+def _lora_module(text: str) -> tuple[Any, Any, Any]:
+    """(name, path, name of the model it is for or None)"""
+    if not text.lstrip().startswith("{"):
+        name, _, path = text.partition("=")
+        return name, path, None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise _bad_lora_modules(f"{_short(text)} is no JSON ({err})", "NAME=PATH or a JSON object") from err
+    unknown = set(fields) - {"name", "path", "base_model_name"}
+    if unknown:
+        raise _bad_lora_modules(f"{_short(text)} holds {sorted(unknown)[0]!r}", "name, path, base_model_name")
+    return fields.get("name"), fields.get("path"), fields.get("base_model_name")
+
+
+def _bad_lora_modules(cause: str, limit: str) -> UsageError:
+    return UsageError(f"--lora-modules: {cause}", limit=limit, fix="correct it", param="lora_modules")
 
 
 @dataclass(frozen=True)

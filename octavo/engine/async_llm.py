@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from typing import Any
 
 from octavo.config import EngineArgs
 from octavo.engine import admission
+from octavo.engine.adapters import LoadedAdapter, LoRARequest
 from octavo.engine.choice_text import ChoiceText
 from octavo.engine.client import EngineClient
 from octavo.engine.delta_streams import best_of, spaced
@@ -22,6 +24,7 @@ from octavo.engine.structured import Grammars
 from octavo.engine.text_work import Cut, TextWork
 from octavo.engine.types import Request, RequestOutputKind, SamplingParams
 from octavo.errors import EngineDead, InvalidRequest, OctavoError, from_wire
+from octavo.formats.text_file import as_path
 
 log = logging.getLogger("octavo.engine")
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -65,7 +68,9 @@ class AsyncLLM:
                 restarts -= 1
                 log.error("%s; starting it again, restarts left: %d", error, restarts)
                 try:
-                    self._client = await EngineClient.start(self.config, max_buffered_events=self._max_buffered_events)
+                    client = await EngineClient.start(self.config, max_buffered_events=self._max_buffered_events)
+                    await _load_again(client, self._client.adapters)
+                    self._client = client
                     break
                 except (OctavoError, OSError) as err:
                     error = err if isinstance(err, OctavoError) else EngineDead(str(err))
@@ -92,6 +97,32 @@ class AsyncLLM:
     def max_model_len(self) -> int:
         """Tokens of prompt and answer together; the engine may have found room for fewer than the model has."""
         return self.facts.max_model_len
+
+    # Adapters
+
+    @property
+    def adapters(self) -> dict[str, LoadedAdapter]:
+        """Those that are loaded, by the name that requests ask for."""
+        return self._client.adapters
+
+    async def add_lora(self, asked: LoRARequest) -> None:
+        """Loads an adapter; nothing happens where it is loaded already.
+
+        Raises ModelNotFound, BadModelFile, NotEnoughMemory or InvalidRequest, which is for a name that is taken.
+        """
+        path = _absolute(asked.lora_path)
+        if asked.lora_name in self.model_names:
+            raise InvalidRequest(
+                f"lora_name {asked.lora_name!r} is the model's own", fix="choose another name", param="lora_name"
+            )
+        loaded = self.adapters.get(asked.lora_name)
+        if loaded is not None and loaded.path == path and not asked.load_inplace:
+            return
+        await self._client.load_adapter(asked.lora_name, path, asked.load_inplace)
+
+    async def remove_lora(self, name: str) -> None:
+        """Unloads an adapter; requests that run with it end as they would have. Raises ModelNotFound."""
+        await self._client.unload_adapter(name)
 
     def timing_of(self, request_id: str) -> Callable[[], list[float] | None]:
         """Asks when an open request was queued and first scheduled, in seconds since the epoch; None before a token."""
@@ -171,16 +202,17 @@ class AsyncLLM:
 
     def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None,
-        cache_salt: str | None = None, priority: int = 0,
+        cache_salt: str | None = None, priority: int = 0, adapter: str | None = None,
     ) -> AsyncGenerator[list[ChoiceDelta], None]:  # fmt: skip
         """Deltas of all choices as they come; with `best_of`, of the best ones at the end. Closing it early aborts it.
 
-        `params` are those that `check` returned. Raises, while iterating, Overloaded, EngineDead, or what the engine
-        found.
+        `params` are those that `check` returned; `adapter` is the name of one that is loaded. Raises, while iterating,
+        Overloaded, EngineDead, or what the engine found.
         """
         request = Request(
             request_id=request_id or self.new_id(), prompt_token_ids=list(prompt_token_ids),
             sampling=admission.for_engine(params), arrival_time=time.time(), cache_salt=cache_salt, priority=priority,
+            adapter=adapter,
         )  # fmt: skip
         stream = self._deltas(request)
         if params.num_choices > params.n:
@@ -208,7 +240,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None,
-        *, priority: int = 0,
+        lora_request: LoRARequest | None = None, *, priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:  # fmt: skip
         """The output as far as it has come, again and again, or as `output_kind` says; the last one is `finished`.
 
@@ -219,7 +251,11 @@ class AsyncLLM:
         params = await self.check(ids, params)
         request_id = request_id or self.new_id()
         builder = OutputBuilder(request_id, text, ids, params, self.token_text)
-        async with aclosing(self.stream(ids, params, request_id=request_id, priority=priority)) as stream:
+        if lora_request is not None:
+            await self.add_lora(lora_request)
+        adapter = None if lora_request is None else lora_request.lora_name
+        stream = self.stream(ids, params, request_id=request_id, priority=priority, adapter=adapter)
+        async with aclosing(stream):
             async for deltas in stream:
                 builder.add(deltas)
                 if params.output_kind is RequestOutputKind.DELTA:
@@ -273,3 +309,20 @@ def _typed(params: SamplingParams) -> SamplingParams:
             param="sampling_params",
         )  # fmt: skip
     return admission.typed(params)
+
+
+async def _load_again(client: EngineClient, adapters: Mapping[str, LoadedAdapter]) -> None:
+    """The adapters that a dead engine had loaded, into the one that takes its place, as far as they are still there."""
+    for name in client.adapters.keys() - adapters.keys():
+        await client.unload_adapter(name)
+    for adapter in adapters.values():
+        try:
+            if adapter.name not in client.adapters or client.adapters[adapter.name].path != adapter.path:
+                await client.load_adapter(adapter.name, adapter.path, in_place=True)
+        except OctavoError as err:
+            log.error("adapter %s is lost: %s", adapter.name, err)
+
+
+def _absolute(path: str) -> str:
+    """Raises UsageError for what can be no path."""
+    return os.path.abspath(as_path(path, "lora_path"))

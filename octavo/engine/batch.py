@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from octavo.backends.base import AttentionMeta, Device, ForwardBatch
+from octavo.backends.base import AdapterRows, AttentionMeta, Device, ForwardBatch
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import Chunk
 
@@ -47,7 +47,12 @@ class BatchBuilder:
         self._page_size = layout.page_size
         width = -(-max_model_len // layout.page_size)
         self.tables: list[Table] = [np.zeros((height, width), np.int32) for _ in layout.specs]
+        self._adapters = np.zeros(height, np.int64)
         self._device = device
+
+    def set_adapter(self, row: int, number: int) -> None:
+        """Which adapter computes the sequence of that row; 0 for the base model."""
+        self._adapters[row] = number
 
     def build(self, chunks: Sequence[Chunk], rows: Indices) -> tuple[ForwardBatch, Indices]:
         """The batch, and for each chunk the row of its last token among the batch's tokens [S]."""
@@ -60,11 +65,12 @@ class BatchBuilder:
         tokens = chain.from_iterable(c.token_ids for c in chunks)
         width = -(-int((starts + lengths).max()) // self._page_size)
         tables = [table[rows, :width] for table in self.tables]
-        return self.assemble(tokens, starts, lengths, tables), np.cumsum(lengths) - 1
+        return self.assemble(tokens, starts, lengths, tables, self._adapter_rows(rows, lengths)), np.cumsum(lengths) - 1
 
     def assemble(
-        self, token_ids: Iterable[int], starts: Indices, lengths: Indices, tables: Sequence[Table]
-    ) -> ForwardBatch:
+        self, token_ids: Iterable[int], starts: Indices, lengths: Indices, tables: Sequence[Table],
+        adapters: tuple[AdapterRows, ...] = (),
+    ) -> ForwardBatch:  # fmt: skip
         """Of `lengths[s]` tokens at positions from `starts[s]`, with `tables[g][s]` as block tables."""
         ends = np.cumsum(lengths)
         tokens = np.fromiter(token_ids, np.int64, int(ends[-1]))
@@ -80,7 +86,17 @@ class BatchBuilder:
             )
             for table in tables
         )  # fmt: skip
-        return ForwardBatch(self._upload(tokens), self._upload(positions), attention)
+        return ForwardBatch(self._upload(tokens), self._upload(positions), attention, adapters)
+
+    def _adapter_rows(self, rows: Indices, lengths: Indices) -> tuple[AdapterRows, ...]:
+        numbers = self._adapters[rows]
+        if not numbers.any():
+            return ()
+        if (numbers == numbers[0]).all():
+            return (AdapterRows(int(numbers[0]), None),)
+        of_token = np.repeat(numbers, lengths)
+        used = [int(number) for number in np.unique(numbers) if number]
+        return tuple(AdapterRows(number, self._upload(np.flatnonzero(of_token == number))) for number in used)
 
     def _upload(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return self._device.upload(torch.from_numpy(array))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import os
 import resource
 import sys
@@ -21,14 +22,17 @@ import msgspec
 import zmq
 
 from octavo.config import EngineConfig
+from octavo.engine.adapters import LoadedAdapter
 from octavo.engine.messages import (
     Abort,
     Ack,
+    AdapterNews,
     AddRequest,
     EngineFacts,
     Failed,
     FromEngine,
     Hello,
+    LoadAdapter,
     Outputs,
     Ping,
     Progress,
@@ -36,6 +40,7 @@ from octavo.engine.messages import (
     Shutdown,
     Stats,
     ToEngine,
+    UnloadAdapter,
     decode_from_engine,
     encode,
 )  # fmt: skip
@@ -78,10 +83,14 @@ class EngineClient:
         """as of the latest message"""
         self.timings: dict[str, list[float]] = {}
         """request id to [queued, first scheduled], seconds since the epoch, of open requests that have a token"""
+        self.adapters: dict[str, LoadedAdapter] = {}
+        """by name, as of the engine's latest word"""
         self.error: OctavoError | None = None
         """why there will be no more answers; None while the engine lives"""
         self._max_buffered_events = max_buffered_events
         self._streams: dict[str, _Stream] = {}
+        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._call_numbers = itertools.count()
         self._child: Child | None = None
         self._sequence = 0
         self._loop = asyncio.get_running_loop()
@@ -263,6 +272,9 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
         self._died.set()
         self._answered.set()
 
@@ -300,6 +312,24 @@ class EngineClient:
         """Asks the engine to end choices (all when None); their terminal events come through `generate`."""
         self._send(Abort(request_id, None if choices is None else list(choices)))
 
+    async def load_adapter(self, name: str, path: str, in_place: bool = False) -> None:
+        """Returns once requests may name it. Raises what the engine has against it, or EngineDead."""
+        await self._call(lambda number: LoadAdapter(number, name, path, in_place))
+
+    async def unload_adapter(self, name: str) -> None:
+        """New requests no longer find it, running ones end as they would have. Raises ModelNotFound or EngineDead."""
+        await self._call(lambda number: UnloadAdapter(number, name))
+
+    async def _call(self, message: Callable[[int], ToEngine]) -> None:
+        self._raise_if_dead()
+        number = next(self._call_numbers)
+        self._calls[number] = self._loop.create_future()
+        self._send(message(number))
+        try:
+            await self._calls[number]
+        finally:
+            del self._calls[number]
+
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
@@ -327,12 +357,21 @@ class EngineClient:
         if isinstance(message, Outputs):
             self._take_outputs(message)
         elif isinstance(message, Ready):
+            self._take_adapters(message.adapters)
             if not self._ready.done():
                 self._ready.set_result(message.facts)
+        elif isinstance(message, AdapterNews):
+            self._take_adapters(message.loaded)
+            call = None if message.call is None else self._calls.get(message.call)
+            if call is not None and not call.done():
+                call.set_result(None) if message.error is None else call.set_exception(from_wire(message.error))
         elif isinstance(message, Failed):
             self._die(from_wire(message.error))
         elif isinstance(message, Progress):
             self._on_progress(message)
+
+    def _take_adapters(self, loaded: list[LoadedAdapter]) -> None:
+        self.adapters = {adapter.name: adapter for adapter in loaded}
 
     def _take_outputs(self, message: Outputs) -> None:
         expected, self._sequence = self._sequence + 1, message.sequence

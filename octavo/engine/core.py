@@ -17,15 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 from octavo.clock import SYSTEM_CLOCK, Clock
 from octavo.config import EngineConfig
+from octavo.engine.adapters import AdapterHost, Adapters
 from octavo.engine.intake import Name
 from octavo.engine.links import Links
 from octavo.engine.messages import (
     Abort,
     AddRequest,
     EngineFacts,
+    LoadAdapter,
     Outputs,
     Ping,
     Shutdown,
+    UnloadAdapter,
 )  # fmt: skip
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult, fill_in
@@ -45,8 +48,8 @@ IDLE_CHECK_S = 10.0
 MAX_FAILED_STEPS = 3
 
 
-class Executor(Protocol):
-    """Loads the model and runs plans on all ranks."""
+class Executor(AdapterHost, Protocol):
+    """Loads the model and its adapters, and runs plans on all ranks."""
 
     facts: EngineFacts
     layout: KVLayout
@@ -91,6 +94,10 @@ class Engine:
         overlapped = wanted and config.speculative_config is None
         self._runner = ThreadPoolExecutor(1, "octavo-runner") if overlapped else None
         self._running: _Running | None = None
+        self.adapters = Adapters(executor, config.enable_lora, config.max_loras)
+        self.scheduler.adapters = self.adapters.loaded
+        for name, path in config.lora_modules:
+            self.adapters.load(name, path)
         self._events: Events = []
         self._to_answer: set[str] = set()
         self._compiling: dict[Name, Future[Any]] = {}
@@ -109,8 +116,10 @@ class Engine:
                 self._take_in()
                 self._look_around()
                 self._step()
+                self._free_adapters()
                 self._send_events()
-            self._wait_for_running()
+            self._let_step_end()
+            self._running = None
             self._events += self.scheduler.end_all()
         except EngineDead as dead:
             self._events += self.scheduler.end_all(dead)
@@ -132,6 +141,8 @@ class Engine:
                 self._events += self.scheduler.abort(client_id, message.request_id, message.choices)
             elif isinstance(message, Ping):
                 self._to_answer.add(client_id)
+            elif isinstance(message, LoadAdapter | UnloadAdapter):
+                self._change_adapters(client_id, message)
             elif isinstance(message, Shutdown):
                 self._shut_down(message.drain)
         self.scheduler.paused_clients = self.links.paused()
@@ -161,6 +172,30 @@ class Engine:
         if not done.done():
             self._compiling[(request.client_id, request.request_id)] = done
             done.add_done_callback(lambda _: self.links.wake())
+
+    def _change_adapters(self, client_id: str, message: LoadAdapter | UnloadAdapter) -> None:
+        """Between two steps: while an adapter's files are read, nothing is computed."""
+        error = None
+        try:
+            if isinstance(message, LoadAdapter):
+                self._let_step_end()
+                self.adapters.load(message.name, message.path, message.in_place)
+            else:
+                self.adapters.unload(message.name)
+        except EngineDead:
+            raise
+        except Exception as err:
+            if not isinstance(err, OctavoError):
+                log.exception("the adapter %s could not be changed", message.name)
+                err = OctavoError(f"the adapter could not be changed: {err!r}")
+            error = to_wire(err)
+        self.links.tell_adapters(list(self.adapters.loaded.values()), client_id, message.call, error)
+
+    def _free_adapters(self) -> None:
+        """One whose last sequence has ended may still be in the step that runs."""
+        if self.adapters.leaving and self.adapters.leaving - self.scheduler.adapters_in_use:
+            self._let_step_end()
+            self.adapters.sweep(self.scheduler.adapters_in_use)
 
     def _shut_down(self, drain: bool) -> None:
         self._draining = True
@@ -240,10 +275,10 @@ class Engine:
         self._ran = True
         self._running = _Running(plan, runner.submit(self.executor.run, plan))
 
-    def _wait_for_running(self) -> None:
+    def _let_step_end(self) -> None:
+        """Waits for the step that runs, if one does; what came of it is still to be taken in."""
         if self._running is not None:
             self._running.result.exception()
-            self._running = None
 
     def _step_done(self, plan: StepPlan, result: StepResult) -> None:
         self._events += self.scheduler.commit(plan, result)
@@ -286,14 +321,15 @@ def run_engine(start_executor: StartExecutor) -> int:
     config = EngineConfig.from_dict(settings["config"])
     links = Links(directory, config.max_unacked_messages)
     executor: Executor | None = None
+    engine: Engine | None = None
     try:
         executor = start_executor(config, directory, links.progress)
         engine = Engine(config, links, executor)
-        links.ready(executor.facts)
+        links.ready(executor.facts, list(engine.adapters.loaded.values()))
         engine.run()
         return 0
     except Exception as err:
-        kind = OctavoError if executor is None else EngineDead
+        kind = OctavoError if engine is None else EngineDead
         error = err if isinstance(err, kind) else kind(f"the engine broke: {err!r}")
         if error is not err:
             log.error("the engine broke", exc_info=err)

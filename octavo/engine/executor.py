@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
+from octavo.engine.adapters import AdapterFacts
 from octavo.engine.block_store import BlockStore
 from octavo.engine.messages import EngineFacts
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import StepPlan, StepResult
+from octavo.engine.plan import AdapterChange, StepPlan, StepResult
 from octavo.engine.process import Child, remove_directory
 from octavo.engine.sizing import Sizing, kv_budget, size_kv
 from octavo.engine.types import StructuredOutputsParams
@@ -102,6 +103,15 @@ class RankExecutor:
             raise UsageError("this engine has no tokenizer, which structured output needs", fix="start it with one")
         return self.worker.compiler.begin(asked)
 
+    def load_adapter(self, number: int, path: str) -> AdapterFacts:
+        """On all ranks or none. Raises ModelNotFound, BadModelFile or NotEnoughMemory."""
+        self._tell(AdapterChange(number, path))
+        return self.worker.load_adapter(number, path)
+
+    def unload_adapter(self, number: int) -> None:
+        self._tell(AdapterChange(number, None))
+        self.worker.unload_adapter(number)
+
     def shutdown(self) -> None:
         self._closing = True
         for child in self._others:
@@ -109,7 +119,7 @@ class RankExecutor:
         for child in self._others:
             child.wait(GRACE_S)
 
-    def _tell(self, message: Prepare | StepPlan) -> None:
+    def _tell(self, message: Prepare | StepPlan | AdapterChange) -> None:
         if self._others:
             content = encode(message)
             for child in self._others:

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from octavo.engine.adapters import LoadedAdapter
 from octavo.engine.messages import (
     Ack,
+    AdapterNews,
     EngineFacts,
     Failed,
     FromEngine,
@@ -55,6 +57,7 @@ class Links:
         self.links: dict[str, Link] = {}
         self._max_unacked = max_unacked
         self._facts: EngineFacts | None = None
+        self._adapters: list[LoadedAdapter] = []
         self._pulse = Pulse(directory)
         self._early: list[tuple[str, ToEngine]] = []
         self._progress: Progress | None = None
@@ -97,7 +100,7 @@ class Links:
             return None
         if isinstance(message, Hello) and CLIENT_ID.fullmatch(client_id):
             self.links.setdefault(client_id, Link())
-            greeting = self._progress if self._facts is None else Ready(self._facts)
+            greeting = self._progress if self._facts is None else Ready(self._facts, self._adapters)
             if greeting is not None:
                 self.send(client_id, greeting)
         elif client_id not in self.links:
@@ -146,11 +149,22 @@ class Links:
         for client_id in told:
             self.send(client_id, self._progress)
 
-    def ready(self, facts: EngineFacts) -> None:
+    def ready(self, facts: EngineFacts, adapters: list[LoadedAdapter]) -> None:
         self._early += self.receive(0)
-        self._facts = facts
+        self._facts, self._adapters = facts, adapters
         for client_id in self.links:
-            self.send(client_id, Ready(facts))
+            self.send(client_id, Ready(facts, adapters))
+
+    def tell_adapters(
+        self, adapters: list[LoadedAdapter], caller: str, call: int, error: dict[str, object] | None
+    ) -> None:
+        """Answers a call, and tells the other clients where it changed something."""
+        for client_id in self.links:
+            if client_id == caller:
+                self.send(client_id, AdapterNews(adapters, call, error))
+            elif error is None:
+                self.send(client_id, AdapterNews(adapters))
+        self._adapters = adapters
 
     def fail(self, error: OctavoError) -> bool:
         """Tells everyone why the engine ends, so that they can say so; False when nobody is here.

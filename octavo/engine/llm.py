@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from octavo.config import EngineArgs
+from octavo.engine.adapters import LoRARequest
 from octavo.engine.async_llm import AsyncLLM, Prompt
 from octavo.engine.client import raise_if_forked
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
@@ -29,6 +30,7 @@ MAX_OPEN_REQUESTS = 512
 CLOSE_TIMEOUT_S = 30.0
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -54,20 +56,23 @@ class LLM:
         self._finalizer = weakref.finalize(self, _close, self._llm, self._loop, self._thread)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True,
+        lora_request: LoRA = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """One output a prompt, in their order. `use_tqdm` shows a progress bar on a terminal.
 
-        Raises InvalidRequest, before anything is generated, for a prompt or parameter that cannot be served.
+        `lora_request`, one for all prompts or one for each, names adapters, which are loaded at first use. Raises
+        InvalidRequest, before anything is generated, for a prompt or parameter that cannot be served, and what
+        `AsyncLLM.add_lora` raises.
         """
-        return self._wait(self._generate(_listed(prompts), sampling_params, use_tqdm))
+        return self._wait(self._generate(_listed(prompts), sampling_params, use_tqdm, lora_request))
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,
         use_tqdm: bool = True, add_generation_prompt: bool = True, continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None, lora_request: LoRA = None,
     ) -> list[RequestOutput]:  # fmt: skip
-        """Answers one conversation or several. Raises InvalidRequest or TemplateError."""
+        """Answers one conversation or several. Raises TemplateError and what `generate` raises."""
         several: Sequence[Any] = [messages] if _holds_messages(messages) else messages
         if not (isinstance(several, (list, tuple)) and all(_holds_messages(one) for one in several)):
             raise InvalidRequest(
@@ -83,9 +88,13 @@ class LLM:
                     continue_final_message=continue_final_message, template_kwargs=chat_template_kwargs, params=params,
                 )  # fmt: skip
                 prompts.append({"prompt": text, "prompt_token_ids": ids})
-            return await self._generate(prompts, sampling_params, use_tqdm)
+            return await self._generate(prompts, sampling_params, use_tqdm, lora_request)
 
         return self._wait(answer())
+
+    def remove_lora(self, name: str) -> None:
+        """Unloads an adapter. Raises ModelNotFound."""
+        self._wait(self._llm.remove_lora(name))
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self._llm.default_params)
@@ -119,19 +128,26 @@ class LLM:
             raise
 
     async def _generate(
-        self, prompts: Sequence[Prompt], sampling_params: Params, use_tqdm: bool
+        self, prompts: Sequence[Prompt], sampling_params: Params, use_tqdm: bool, lora_request: LoRA
     ) -> list[RequestOutput]:
         llm = self._llm
         checked = []
-        for prompt, params in zip(prompts, self._params_for(len(prompts), sampling_params), strict=True):
+        adapters = _adapters_for(len(prompts), lora_request)
+        every_params = self._params_for(len(prompts), sampling_params)
+        for prompt, params, adapter in zip(prompts, every_params, adapters, strict=True):
             text, ids = await llm.tokenized(prompt, params)
-            checked.append((text, ids, await llm.check(ids, params)))
+            params = await llm.check(ids, params)
+            checked.append((text, ids, params, None if adapter is None else adapter.lora_name))
+        for adapter in dict.fromkeys(filter(None, adapters)):
+            await llm.add_lora(adapter)
         places = asyncio.Semaphore(MAX_OPEN_REQUESTS)
         with _Bar(len(checked), use_tqdm) as bar:
 
-            async def answer(text: str | None, ids: list[int], params: SamplingParams) -> RequestOutput:
+            async def answer(
+                text: str | None, ids: list[int], params: SamplingParams, adapter: str | None
+            ) -> RequestOutput:
                 async with places:
-                    return await _answer(llm, text, ids, params, bar.count)
+                    return await _answer(llm, text, ids, params, adapter, bar.count)
 
             tasks = [asyncio.ensure_future(answer(*one)) for one in checked]
             try:
@@ -159,12 +175,29 @@ class LLM:
         return params
 
 
+def _adapters_for(count: int, asked: LoRA) -> Sequence[LoRARequest | None]:
+    if asked is None or isinstance(asked, LoRARequest):
+        return [asked] * count
+    if not (isinstance(asked, (list, tuple)) and all(one is None or isinstance(one, LoRARequest) for one in asked)):
+        raise InvalidRequest(
+            f"lora_request is {_kind(asked)}", limit="LoRARequest, or a list of them",
+            fix="make it with LoRARequest(…)", param="lora_request",
+        )  # fmt: skip
+    if len(asked) != count:
+        raise InvalidRequest(
+            f"there are {count} prompts and {len(asked)} lora_requests", limit="one for all or one for each",
+            fix="make the lists equally long", param="lora_request",
+        )  # fmt: skip
+    return asked
+
+
 async def _answer(
-    llm: AsyncLLM, text: str | None, ids: list[int], params: SamplingParams, count: Callable[[list[ChoiceDelta]], None]
-) -> RequestOutput:
+    llm: AsyncLLM, text: str | None, ids: list[int], params: SamplingParams, adapter: str | None,
+    count: Callable[[list[ChoiceDelta]], None],
+) -> RequestOutput:  # fmt: skip
     request_id = llm.new_id()
     builder = OutputBuilder(request_id, text, ids, params, llm.token_text)
-    async with aclosing(llm.stream(ids, params, request_id=request_id)) as stream:
+    async with aclosing(llm.stream(ids, params, request_id=request_id, adapter=adapter)) as stream:
         async for deltas in stream:
             builder.add(deltas)
             count(deltas)

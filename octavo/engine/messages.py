@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.engine.adapters import LoadedAdapter
 from octavo.engine.types import Request, TokenEvent
 
 
@@ -39,13 +40,29 @@ class Ping(msgspec.Struct, tag="ping"):
     """Asks the loop itself, not a side thread, for `Outputs` with fresh stats: an answer means that it is stepping."""
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Answered by `AdapterNews` with the same `call`."""
+
+    call: int
+    name: str
+    path: str
+    in_place: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """Answered as `LoadAdapter` is."""
+
+    call: int
+    name: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Stop after running requests end (`drain`) or at once, aborting them."""
 
     drain: bool
 
 
-ToEngine = Hello | AddRequest | Abort | Ack | Ping | Shutdown
+ToEngine = Hello | AddRequest | Abort | Ack | Ping | LoadAdapter | UnloadAdapter | Shutdown
 
 
 class EngineFacts(msgspec.Struct):
@@ -124,6 +141,9 @@ class Stats(msgspec.Struct, omit_defaults=True):
     generation_tokens: int = 0
     step_tokens: int = 0
     """computed by all steps together"""
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
+    """names of the adapters that running and waiting sequences use"""
     steps_by_tokens: list[int] = []
     """steps of up to 1, 8, 16, … tokens (`wire.metric_names.ITERATION_BUCKETS`) and of more than the last, each step
     counted once"""
@@ -139,6 +159,7 @@ class Progress(msgspec.Struct, tag="progress"):
 
 class Ready(msgspec.Struct, tag="ready"):
     facts: EngineFacts
+    adapters: list[LoadedAdapter] = []
 
 
 class Failed(msgspec.Struct, tag="failed"):
@@ -156,7 +177,16 @@ class Outputs(msgspec.Struct, tag="outputs"):
     """request id to [queued, first scheduled] seconds since the epoch, with a request's first event"""
 
 
-FromEngine = Progress | Ready | Failed | Outputs
+class AdapterNews(msgspec.Struct, tag="adapters"):
+    """The adapters that are loaded now: to every client when they change, and as the answer to a `call`."""
+
+    loaded: list[LoadedAdapter]
+    call: int | None = None
+    error: dict[str, Any] | None = None
+    """why the call changed nothing"""
+
+
+FromEngine = Progress | Ready | Failed | Outputs | AdapterNews
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -34,7 +34,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     adapter: int = 0
-    """which loaded adapter computes it; 0 none"""
+    """number of the loaded adapter that computes it; 0 none"""
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +58,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         return self.start + len(self.token_ids)
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class AdapterChange(msgspec.Struct, frozen=True, array_like=True, tag="adapter"):
+    """Between two steps: load the adapter in the folder `path` under this number, or with None unload that number."""
+
+    number: int
+    path: str | None
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """Do `moves` (once, come what may), forget `removed`, learn `added`, compute `chunks`; in that order."""
 
     removed: list[int]

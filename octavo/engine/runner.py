@@ -136,6 +136,7 @@ class Runner:
     def _learn(self, new: NewSequence) -> None:
         try:
             row = self._rows.add(new.sequence_id)
+            self._builder.set_adapter(row, new.adapter)
             self._sampler.add(row, new)
             if self._proposer is not None:
                 self._proposer.add(row, new)

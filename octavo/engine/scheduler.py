@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.engine.adapters import LoadedAdapter, find
 from octavo.engine.disk_tier import DiskTier
 from octavo.engine.intake import Name, Queue, check_request, seed_source
 from octavo.engine.messages import Stats
 from octavo.engine.pages import KVBlocks, KVLayout, Start
 from octavo.engine.plan import Chunk, Move, Sampled, StepPlan, StepResult
-from octavo.engine.sequence import Sequence
+from octavo.engine.sequence import Sequence, adapter_names
 from octavo.engine.speed import SpeedModel
 from octavo.engine.starts import keys_of, start_of
 from octavo.engine.stopping import no_token, not_a_number, why_done
@@ -69,6 +70,8 @@ class Scheduler:
         """their sequences are not scheduled, and are the first to give up blocks; set by the core"""
         self.held_back: Collection[Name] = ()
         """requests that may not start yet, as their grammar is being compiled; set by the core"""
+        self.adapters: Mapping[str, LoadedAdapter] = {}
+        """those that requests may name; set by the core"""
         self.stats = Stats(blocks_total=self.blocks.num_blocks, steps_by_tokens=[0] * (len(ITERATION_BUCKETS) + 1))
         self._draw_seed = seed_source(seed)
         self._next_id = 0
@@ -86,10 +89,12 @@ class Scheduler:
     def add(self, request: Request, now: float) -> Events:
         """Admits `request.sampling.n` sequences.
 
-        Returns terminal events of choices that carry a complete answer already. Raises InvalidRequest, or Overloaded.
+        Returns terminal events of choices that carry a complete answer already. Raises InvalidRequest, Overloaded, or
+        ModelNotFound for an adapter that is not loaded.
         """
         name = (request.client_id, request.request_id)
         self._check(name, request)
+        adapter = find(self.adapters, request.adapter)
         sampling = request.sampling
         seed = self._draw_seed() if sampling.seed is None else sampling.seed
         carried = request.output_token_ids or [[] for _ in range(sampling.n)]
@@ -100,6 +105,7 @@ class Scheduler:
                 self._next_id, request, choice, seed, self.blocks.new_tables(), now, request.priority,
                 list(carried[choice]),
                 prompt_logprobs=[] if sampling.prompt_logprobs is not None and choice == 0 else None,
+                adapter=adapter,
             )  # fmt: skip
             if self.prefix_caching:
                 sequence.keys = keys_of(sequence, self.blocks.layout.page_size)
@@ -486,6 +492,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def adapters_in_use(self) -> set[int]:
+        return {s.adapter.number for s in self._sequences.values() if s.adapter is not None}
+
     def take_timings(self) -> dict[tuple[str, str], tuple[float, float]]:
         """(queued, first scheduled) in seconds since the epoch, by (client id, request id), of each request whose
         choice 0 has had its first token since the last call."""
@@ -496,6 +506,8 @@ class Scheduler:
         self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)
         self.stats.blocks_used = self.blocks.num_used
         self.stats.rejected = dict(self.queue.rejected)
+        if self.adapters:
+            self.stats.adapters_running, self.stats.adapters_waiting = map(adapter_names, (self.running, self.waiting))
         self.tiers.fill_in(self.stats)
         return self.stats
 

@@ -10,8 +10,10 @@ not. Steps run in the order of their plans.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from octavo.engine.adapters import LoadedAdapter
 from octavo.engine.pages import BlockTables
 from octavo.engine.plan import UNKNOWN, Chunk, NewSequence
 from octavo.engine.prefix import ChainKeys
@@ -61,6 +63,8 @@ class Sequence:
     """for each KV group, how much of the table the plans have told"""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """as far as computed; None when not asked for or already reported"""
+    adapter: LoadedAdapter | None = None
+    """that which had the request's name for it when it came; None for the base model"""
 
     def __post_init__(self) -> None:
         self.blocks_sent = [0] * len(self.held.tables)
@@ -69,6 +73,11 @@ class Sequence:
     def key(self) -> tuple[int, int]:
         """Smaller is served earlier; the largest is preempted first."""
         return (self.priority, self.sequence_id)
+
+    @property
+    def adapter_digest(self) -> bytes | None:
+        """What keys and values depend on beside tokens: the content of the adapter; None for the base model."""
+        return None if self.adapter is None else self.adapter.digest
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -129,7 +138,7 @@ class Sequence:
         self.known_to_runners = True
         return NewSequence(
             self.sequence_id, self.choice, self.seed, self.request.sampling, self.request.prompt_token_ids,
-            list(self.output_token_ids),
+            list(self.output_token_ids), 0 if self.adapter is None else self.adapter.number,
         )  # fmt: skip
 
     def computed(self, chunk: Chunk, num_sampled: int) -> None:
@@ -171,3 +180,8 @@ class Sequence:
         self.pending = pending
         if self.prompt_logprobs is not None and not pending:  # those of the whole prompt come with a pending token
             self.prompt_logprobs = []
+
+
+def adapter_names(sequences: Iterable[Sequence]) -> list[str]:
+    """Of the adapters that they use."""
+    return sorted({s.adapter.name for s in sequences if s.adapter is not None})

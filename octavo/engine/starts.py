@@ -17,8 +17,7 @@ from octavo.engine.tiers import Tiers
 
 def keys_of(sequence: Sequence, page_size: int) -> ChainKeys:
     request = sequence.request
-    adapter = None if request.adapter is None else request.adapter.encode()
-    root = root_key(request.cache_salt, adapter, request.multimodal)
+    root = root_key(request.cache_salt, sequence.adapter_digest, request.multimodal)
     return ChainKeys(root, page_size, request.prompt_token_ids, sequence.output_token_ids)
 
 

@@ -24,11 +24,12 @@ from octavo.backends.kv import KV_FORMATS, KVFormat, group_layers
 from octavo.backends.sim.device import SimDevice
 from octavo.config import DTYPES, EngineConfig
 from octavo.dist.group import SINGLE, Group
+from octavo.engine.adapters import AdapterFacts
 from octavo.engine.block_store import BlockStore
 from octavo.engine.fingerprint import fingerprint, numerics, weights_digest
 from octavo.engine.grammar import Compiler
 from octavo.engine.pages import KVLayout
-from octavo.engine.plan import SequenceFault, StepPlan, StepResult
+from octavo.engine.plan import AdapterChange, SequenceFault, StepPlan, StepResult
 from octavo.engine.process import log_to_stderr, read_frame, read_settings
 from octavo.engine.runner import Runner
 from octavo.engine.sizing import kv_budget, size_kv
@@ -36,6 +37,8 @@ from octavo.errors import OctavoError, UsageError
 from octavo.models.checkpoint import Checkpoint, open_checkpoint
 from octavo.models.decoder import Decoder
 from octavo.models.loader import load_model
+from octavo.models.lora import open_adapter
+from octavo.models.lora_loader import AdapterLoader
 from octavo.models.simulated import SimulatedDecoder
 from octavo.models.spec import DecoderSpec, check_divisible
 from octavo.text.tokenizer import load_tokenizer
@@ -74,10 +77,15 @@ class Worker:
             self._digest = in_thread(lambda: weights_digest(checkpoint))
         self.group = _join(rank, config.tensor_parallel_size, self.device, directory)
         self.model: Decoder | SimulatedDecoder
+        self._adapters: AdapterLoader | None = None
         if isinstance(self.device, SimDevice):
+            if config.enable_lora:
+                raise UsageError("--enable-lora: the device sim computes no adapters", fix="leave it out")
             self.model = SimulatedDecoder(checkpoint, self.device, self.dtype, self.group.size, self.quantized)
         else:
             self.model = load_model(checkpoint, self.device, self.dtype, self.group, progress, config.max_model_len)
+            if config.enable_lora:
+                self._adapters = AdapterLoader(self.model, checkpoint.parameters, self.device, self.dtype, self.group)
         self.draft_model: Decoder | None = None
         """all of it on rank 0, which alone makes guesses"""
         if draft is not None:
@@ -123,6 +131,35 @@ class Worker:
     @property
     def store(self) -> BlockStore:
         return self._runner.store
+
+    def load_adapter(self, number: int, path: str) -> AdapterFacts:
+        """Every rank must call it; it is loaded when all have read the same content.
+
+        Raises what was wrong on this rank, or OctavoError when it was another.
+        """
+        assert self._adapters is not None, "adapters are not enabled"
+        error: Exception | None = None
+        digest = b""
+        try:
+            adapter = open_adapter(path, self._adapters.parameters, self.config.max_lora_rank)
+            self._adapters.load(number, adapter)
+            digest = adapter.digest
+        except Exception as err:
+            error = err
+        if not self._all_have(digest):
+            self._adapters.unload(number)
+            raise error or OctavoError(f"another rank could not load the adapter at {path}", fix="see the log")
+        return AdapterFacts(adapter.rank, digest)
+
+    def _all_have(self, digest: bytes) -> bool:
+        """Whether all ranks have this digest, and not the empty one."""
+        mine = self.device.upload(torch.tensor([int.from_bytes(digest[:7], "little")]))
+        same = bool((self.group.all_gather(mine) == mine).all())
+        return same and digest != b""
+
+    def unload_adapter(self, number: int) -> None:
+        assert self._adapters is not None, "adapters are not enabled"
+        self._adapters.unload(number)
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -211,13 +248,25 @@ def main() -> None:
         worker = Worker(EngineConfig.from_dict(settings["config"]), settings["rank"], settings["directory"])
         worker.least(worker.device.memory()[1])
         worker.prepare(msgspec.msgpack.decode(frames.get(), type=Prepare))
-        decode = msgspec.msgpack.Decoder(StepPlan).decode
+        decode = msgspec.msgpack.Decoder(StepPlan | AdapterChange).decode
         while True:
-            with suppress(SequenceFault):  # rank 0 meets the same one, and reports it
-                worker.run(decode(frames.get()))
+            _follow(worker, decode(frames.get()))
     except Exception as err:
         log.error("%s", err, exc_info=None if isinstance(err, OctavoError) else err)
         os._exit(1)
+
+
+def _follow(worker: Worker, message: StepPlan | AdapterChange) -> None:
+    if isinstance(message, StepPlan):
+        with suppress(SequenceFault):  # rank 0 meets the same one, and reports it
+            worker.run(message)
+    elif message.path is None:
+        worker.unload_adapter(message.number)
+    else:
+        try:
+            worker.load_adapter(message.number, message.path)
+        except Exception as err:  # rank 0 knows that some rank failed, and reports it
+            log.warning("adapter %s: %s", message.path, err)
 
 
 def _read_frames(frames: queue.SimpleQueue[bytes]) -> None:

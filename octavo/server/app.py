@@ -17,13 +17,20 @@ from starlette.types import ASGIApp
 
 import octavo
 from octavo.errors import OctavoError
-from octavo.server import chat, completions, facts
+from octavo.server import adapters, chat, completions, facts
 from octavo.server.middleware import Admitted, Authenticated, BodyLimit, HeadAsGet, Observed, RequestId
 from octavo.server.replies import error_response
 from octavo.server.serving import Serving
 from octavo.server.stream import CLIENT_GONE, ClientGone
 from octavo.wire.errors import INTERNAL, error_body
-from octavo.wire.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from octavo.wire.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 
 log = logging.getLogger("octavo.server")
 PAGE = Path(__file__).parent / "static" / "index.html"
@@ -36,6 +43,11 @@ POSTS: dict[str, tuple[Handler, type[BaseModel] | None]] = {
     "/detokenize": (facts.detokenize, DetokenizeRequest),
     "/ping": (facts.health, None),
 }
+ADAPTER_POSTS: dict[str, tuple[Handler, type[BaseModel] | None]] = {
+    "/v1/load_lora_adapter": (adapters.load, LoadAdapterRequest),
+    "/v1/unload_lora_adapter": (adapters.unload, UnloadAdapterRequest),
+}
+"""only with --enable-lora, as they let clients name folders to read"""
 GETS: dict[str, Handler] = {
     "/v1/models": facts.models,
     "/health": facts.health,
@@ -49,7 +61,8 @@ GETS: dict[str, Handler] = {
 def build_app(serving: Serving, routes: Mapping[str, Handler] | None = None) -> ASGIApp:
     """`routes` are further paths to POST to."""
     app = FastAPI(title="Octavo", version=octavo.__version__, docs_url=None, redoc_url=None)
-    for path, (handler, body) in POSTS.items():
+    posts = {**POSTS, **(ADAPTER_POSTS if serving.llm.args.enable_lora else {})}
+    for path, (handler, body) in posts.items():
         app.add_api_route(path, _bound(serving, handler), methods=["POST"], openapi_extra=_schema(body))
     for path, handler in (routes or {}).items():
         app.add_api_route(path, _bound(serving, handler), methods=["POST"])

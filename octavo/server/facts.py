@@ -64,11 +64,15 @@ async def load(serving: Serving, request: Request) -> Response:
 
 def _card(serving: Serving, name: str) -> ModelCard:
     permission = ModelPermission(f"modelperm-{name}", serving.started)
-    return ModelCard(name, serving.started, serving.llm.args.model, serving.llm.max_model_len, [permission])
+    card = ModelCard(name, serving.started, serving.llm.args.model, serving.llm.max_model_len, [permission])
+    if name in serving.llm.adapters:
+        card.root, card.parent = serving.llm.adapters[name].path, serving.llm.model_names[0]
+    return card
 
 
 async def models(serving: Serving, request: Request) -> Response:
-    return json_response(ModelList([_card(serving, name) for name in serving.llm.model_names]))
+    names = (*serving.llm.model_names, *serving.llm.adapters)
+    return json_response(ModelList([_card(serving, name) for name in names]))
 
 
 async def model(serving: Serving, request: Request) -> Response:

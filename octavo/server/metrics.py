@@ -34,8 +34,10 @@ Timing = Callable[[], list[float] | None]
 class EngineCollector(Collector):
     """The engine's own counters, as they stood in its latest message."""
 
-    def __init__(self, model: str, stats: Callable[[], Stats], facts: Callable[[], EngineFacts]) -> None:
-        self.labels, self.stats, self.facts = [model, "0"], stats, facts
+    def __init__(
+        self, model: str, stats: Callable[[], Stats], facts: Callable[[], EngineFacts], max_loras: int | None
+    ) -> None:
+        self.labels, self.stats, self.facts, self.max_loras = [model, "0"], stats, facts, max_loras
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats()
@@ -69,6 +71,8 @@ class EngineCollector(Collector):
         yield from self._speculation(stats)
         yield self._iteration_tokens(stats)
         yield self._cache_config()
+        if self.max_loras:
+            yield self._lora_requests(stats, self.max_loras)
 
     def _rejections(self, stats: Stats) -> Metric:
         text = "Requests refused at admission, by the limit that refused them."
@@ -133,13 +137,27 @@ class EngineCollector(Collector):
         info.add_metric([str(v) for v in values.values()], 1)
         return info
 
+    def _lora_requests(self, stats: Stats, max_loras: int) -> Metric:
+        """As in vLLM: the names stand in labels, and the value is the time."""
+        info = GaugeMetricFamily(
+            names.LORA_REQUESTS_INFO, "Adapters that running and waiting requests use.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )  # fmt: skip
+        waiting, running = ",".join(stats.adapters_waiting), ",".join(stats.adapters_running)
+        info.add_metric([str(max_loras), waiting, running], time.time())
+        return info
+
 
 class Metrics:
     """Everything counted in this process, and the registry that shows it together with the engine's."""
 
-    def __init__(self, model: str, longest: int, stats: Callable[[], Stats], facts: Callable[[], EngineFacts]) -> None:
+    def __init__(
+        self, model: str, longest: int, stats: Callable[[], Stats], facts: Callable[[], EngineFacts],
+        max_loras: int | None = None,
+    ) -> None:  # fmt: skip
+        """`max_loras` is None where adapters are not enabled."""
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(model, stats, facts))
+        self.registry.register(EngineCollector(model, stats, facts, max_loras))
         self._model = model
         lengths = names.length_buckets(longest)
         self.first_token = self._histogram(names.TIME_TO_FIRST_TOKEN, names.FIRST_TOKEN_BUCKETS)

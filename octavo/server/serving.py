@@ -40,7 +40,10 @@ class Serving:
 
     def __init__(self, llm: AsyncLLM, args: ServerArgs) -> None:
         self.llm, self.args = llm, args
-        self.metrics = Metrics(llm.model_names[0], llm.config.max_model_len, lambda: llm.stats, lambda: llm.facts)
+        self.metrics = Metrics(
+            llm.model_names[0], llm.config.max_model_len, lambda: llm.stats, lambda: llm.facts,
+            llm.config.max_loras if llm.config.enable_lora else None,
+        )  # fmt: skip
         self.started = int(time.time())
         self.draining = False
         self.open_requests = 0
@@ -74,8 +77,8 @@ class Serving:
         return parsed
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound, in vLLM's words, for a model that is not served here."""
-        if name is not None and name not in self.llm.model_names:
+        """Raises ModelNotFound, in vLLM's words, for what is neither a model that is served here nor an adapter."""
+        if name is not None and name not in self.llm.model_names and name not in self.llm.adapters:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
 
     def visible_id(self, request: Request, asked: SamplingFields, prefix: str) -> str:
@@ -104,7 +107,12 @@ class Serving:
     def open(
         self, visible_id: str, prompts: Sequence[Prompt], asked: SamplingFields | None
     ) -> aclosing[AsyncGenerator[tuple[int, list[ChoiceDelta]], None]]:
-        """(prompt index, deltas) of all prompts; a context manager, whose end aborts what still runs."""
+        """(prompt index, deltas) of all prompts; a context manager, whose end aborts what still runs.
+
+        `asked` says, among others, by its `model` which adapter computes them.
+        """
+        model = asked.model if asked else None
+        adapter = None if model in self.llm.model_names else model
         streams = []
         for prompt in prompts:
             engine_id = f"{visible_id}-{next(self._numbers)}"
@@ -112,7 +120,7 @@ class Serving:
                 log.info("request %s: %d prompt tokens, %.2000s", engine_id, len(prompt.token_ids), prompt.params)
             stream = self.llm.stream(
                 prompt.token_ids, prompt.params, request_id=engine_id, cache_salt=asked.cache_salt if asked else None,
-                priority=(asked.priority or 0) if asked else 0,
+                priority=(asked.priority or 0) if asked else 0, adapter=adapter,
             )  # fmt: skip
             timing = self.llm.timing_of(engine_id)
             streams.append(self.metrics.observed(stream, len(prompt.token_ids), prompt.params, timing))

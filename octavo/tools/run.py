@@ -25,6 +25,8 @@ octavo run ./model.gguf --system "Answer in French." --max-tokens 200 "Who are y
 MAX_PROMPT_BYTES = 16 << 20
 """as much as a server takes in a request"""
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LORA = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
+"""flags of what only a request can choose"""
 HELP = {
     "max_tokens": "Longest answer, in tokens.",
     "temperature": "0 always takes the likeliest token.",
@@ -128,6 +130,6 @@ command = Command(
         click.Argument(["model"]), click.Argument(["words"], nargs=-1, metavar="[PROMPT]"),
         click.Option(["--system"], help="Instructions that stand before the conversation."),
         click.Option(["--json", "as_json"], is_flag=True, help="One JSON object instead of the plain answer."),
-        *_sampling_options(), *options([EngineArgs], without=("engine_restarts",)),
+        *_sampling_options(), *options([EngineArgs], without=("engine_restarts", *LORA)),
     ],
 )  # fmt: skip

@@ -48,6 +48,10 @@ CHAT: dict[str, tuple[Any, ...]] = SAMPLING | {
 COMPLETION: dict[str, tuple[Any, ...]] = SAMPLING | {"suffix": ("",), "prompt_embeds": ()}
 
 
+LOAD_ADAPTER: dict[str, tuple[Any, ...]] = {"is_3d_lora_weight": (False,)}
+UNLOAD_ADAPTER: dict[str, tuple[Any, ...]] = {"lora_int_id": ()}
+
+
 def check(extra: dict[str, Any], refused: dict[str, tuple[Any, ...]]) -> list[str]:
     """The names in `extra` that nobody knows. Raises NotSupported for a refused field that asks for something."""
     unknown = []

@@ -274,6 +274,18 @@ class DetokenizeRequest(_Strict):
     tokens: TokenIds
 
 
+class LoadAdapterRequest(_Strict):
+    refused = fields.LOAD_ADAPTER
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(_Strict):
+    refused = fields.UNLOAD_ADAPTER
+    lora_name: str
+
+
 AnyRequest = TypeVar("AnyRequest", bound=_Strict)
 
 

@@ -173,7 +173,8 @@ class ModelCard(Struct):
     permission: list[ModelPermission]
     object: str = "model"
     owned_by: str = "octavo"
-    parent: None = None
+    parent: str | None = None
+    """of an adapter, the model that it belongs to"""
 
 
 class ModelList(Struct):
