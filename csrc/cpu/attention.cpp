@@ -6,7 +6,8 @@
 // for the second product, and their sum is taken of the rounded ones.
 //
 // A block of codes is first turned into bf16, which is exact. Scales stay out of the products: a key's multiplies its
-// score, a value's its probability; one that a kv head has for all tokens multiplies all scores, and the result.
+// score, a value's its probability, whose sum is then taken before; one that a kv head has for all tokens multiplies
+// all scores, and the result.
 #include "kv_cache.h"
 #include "tile.h"
 

@@ -67,11 +67,12 @@ OCT_INLINE uint32_t float_bits(float x) {
 }
 
 // Each code has
-//   kLargest      the number it saturates at
-//   encode(x)     the code of x, rounded to nearest even, for |x| up to kLargest
-//   kNan          what NaN and infinity become where they are stored by themselves
-//   decode(c)     its number as bf16, which is exact
-//   magnitude(t)  of the code t from 0 to 127, as bf16
+//   kLargest         the number it saturates at
+//   kTwosComplement  how it holds negative numbers; else its top bit is a sign
+//   kNan             what NaN and infinity become where they are stored by themselves
+//   encode(x)        the code of x, rounded to nearest even, for |x| up to kLargest
+//   decode(c)        its number as bf16, which is exact
+//   magnitude(t)     of the code t from 0 to 127, as bf16
 // in arithmetic that compilers turn into vectors.
 //
 // As bits of bf16, numbers rise along a line within a power of two, and ever flatter from one to the next: a few small
