@@ -145,8 +145,8 @@ int64_t count_above(const float* logits, int64_t vocab, float value) {
 }  // namespace
 }  // namespace octavo
 
-// Penalties on `count` rows of logits: row rows[i] on the tokens at `starts[i]` and the `lengths[i] - 1` places after it,
-// each in the output counts[place] times (octavo.backends.base.Penalties).
+// Penalties on `count` rows of logits: row rows[i] on the tokens at `starts[i]` and the `lengths[i] - 1` places after
+// it, each in the output counts[place] times (octavo.backends.base.Penalties).
 OCT_API void OCT_KERNEL(oct_penalize)(float* logits, int64_t stride, int64_t count, const int64_t* rows,
                                       const int64_t* starts, const int64_t* lengths, const float* repetition,
                                       const float* frequency, const float* presence, const int32_t* tokens,
