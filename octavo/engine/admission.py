@@ -143,7 +143,10 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
 
 
 def _bad_word_ids(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The word as it stands first, and as it stands after a space where that is another spelling; vLLM's rule."""
+    """The word as it stands first, and as it stands after a space.
+
+    vLLM leaves the second away where it has another number of tokens, and so lets most such words pass.
+    """
     if len(word) > MAX_BAD_WORD_TOKENS * 4:
         raise InvalidRequest(
             f"bad_words holds a word of {len(word)} characters", limit=f"{MAX_BAD_WORD_TOKENS * 4}",
@@ -152,7 +155,7 @@ def _bad_word_ids(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     first, spaced = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
     if not first:
         raise InvalidRequest(f"bad_words holds {word!r}, which has no token", fix="remove it", param="bad_words")
-    return [first, spaced] if spaced[:1] != first[:1] and len(spaced) == len(first) else [first]
+    return list(dict.fromkeys((first, spaced)))
 
 
 def _thinking_marks(tokenizer: Tokenizer) -> tuple[int, int] | None:
