@@ -70,7 +70,7 @@ def test_the_posted_command_serves_the_openai_api(smollm2_path):
         server.send_signal(signal.SIGTERM)
         assert server.stderr is not None
         said = server.stderr.read()
-        assert said.count("octavo: warning: ") == 7
+        assert said.count("octavo: warning: ") == 6
         assert "octavo: warning: --dtype float16: the device cpu computes in bfloat16 instead\n" in said
         assert said.count("float16: ") == 1, "said once"
         assert "--block-size 32" in said
