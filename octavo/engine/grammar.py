@@ -111,28 +111,25 @@ class Masks:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self._width = -(-compiler.vocab_size // 32)
-        self._places: dict[int, Place] = {}
+        self.places: dict[int, Place] = {}
         self._helper = ThreadPoolExecutor(1, "octavo-masks")
         self._executor = LLExecutor(MASK_THREADS)
         self._job: Future[dict[int, Bits]] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self.places)
 
     def add(self, row: int, new: NewSequence) -> None:
         asked = new.sampling.structured_outputs
         if asked is not None:
             start = self._compiler.begin(asked)
-            self._places[row] = Place(start, self._compiler.eos_token_ids, new.output_token_ids)
+            self.places[row] = Place(start, self._compiler.eos_token_ids, new.output_token_ids)
 
     def remove(self, row: int) -> None:
-        self._places.pop(row, None)
-
-    def place(self, row: int) -> Place | None:
-        return self._places.get(row)
+        self.places.pop(row, None)
 
     def note(self, row: int, tokens: Sequence[int]) -> None:
-        if (place := self._places.get(row)) is not None:
+        if (place := self.places.get(row)) is not None:
             for token in tokens:
                 place.note(token)
 
@@ -141,13 +138,20 @@ class Masks:
         wanted: list[tuple[Place, int, list[int]]] = []
         first = 0
         for chunk, row in chunks:
-            if (place := self._places.get(row)) is not None:
+            if (place := self.places.get(row)) is not None:
                 drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
                 wanted.append((place, first, drafts))
             first += chunk.num_drafts + 1
         self._settle()
         if wanted:
             self._job = self._helper.submit(self._compute, wanted)
+
+    def at_once(self, rows: Sequence[int]) -> dict[int, Bits]:
+        """By index in `rows`, of those that have a grammar: the tokens that may come next."""
+        wanted: list[tuple[Place, int, list[int]]] = [
+            (self.places[row], i, []) for i, row in enumerate(rows) if row in self.places
+        ]
+        return self._compute(wanted) if wanted else {}
 
     def finish(self) -> dict[int, Bits]:
         """By row of the logits, int32 [ceil(V / 32)]: the tokens that its sequence may have."""

@@ -26,6 +26,7 @@ class LogitChanges:
         self._biased: list[npt.NDArray[np.int64]] = []
         self._bias: list[npt.NDArray[np.float32]] = []
         self._narrowed: list[int] = []
+        self._hopeless: set[int] = set()
 
     def constrain(self, place: int, constraints: Constraints) -> None:
         """By what holds after the tokens noted so far."""
@@ -48,7 +49,10 @@ class LogitChanges:
         """To the tokens in `bits`, int32 [ceil(V / 32)], of those that are allowed otherwise."""
         other = self._masks.get(place)
         self._masks[place] = bits if other is None else bits & other
-        self._narrowed.append(place)
+        if bits.any():
+            self._narrowed.append(place)
+        else:
+            self._hopeless.add(place)
 
     def mask(self) -> Mask | None:
         if not self._masks:
@@ -67,7 +71,7 @@ class LogitChanges:
     def dead_ends(self, logits: Tensor, tokens: Tensor, download: Callable[[Tensor], Tensor]) -> set[int]:
         """Places where nothing was left to choose: those whose token in `tokens` [R] is -inf in the changed logits."""
         if not self._narrowed:
-            return set()
+            return self._hopeless
         places = self._upload(np.array(self._narrowed, np.int64))
         values = download(logits[places, tokens[places]]).numpy()
-        return {place for place, value in zip(self._narrowed, values, strict=True) if value == -np.inf}
+        return self._hopeless.union(p for p, value in zip(self._narrowed, values, strict=True) if value == -np.inf)

@@ -25,6 +25,7 @@ from octavo.engine.plan import Chunk, NewSequence, Sampled
 from octavo.engine.types import TokenLogprobs
 
 NO_LOGPROBS = -1
+Follower = TokenCounts | Constraints | Place
 
 
 class Sampler:
@@ -78,7 +79,7 @@ class Sampler:
 
     def fault(self, row: int) -> str | None:
         """Why its grammar leaves the row no token, if that is known."""
-        place = None if self._masks is None else self._masks.place(row)
+        place = None if self._masks is None else self._masks.places.get(row)
         return None if place is None else place.fault
 
     def begin(self, chunks: Sequence[Chunk], rows: Indices) -> None:
@@ -87,7 +88,7 @@ class Sampler:
             return
         asking = [(chunk, row) for chunk, row in zip(chunks, rows.tolist(), strict=True) if chunk.sample]
         for chunk, row in asking:
-            if (place := self._masks.place(row)) is not None:
+            if (place := self._masks.places.get(row)) is not None:
                 split = len(chunk.token_ids) - chunk.num_drafts
                 _catch_up(place, chunk.start + split - int(self._prompt_length[row]), chunk.token_ids[:split])
         self._masks.begin(asking)
@@ -135,6 +136,8 @@ class Sampler:
                 self._penalties.draft(place, row)
             if row in self._constraints:
                 changes.constrain(place, self._constraints[row])
+        for place, bits in (self._masks.at_once(rows.tolist()) if self._masks else {}).items():
+            changes.narrow(place, bits)
         none = np.zeros(0, np.int64)
         tokens, dead_ends = self._choose(logits, rows, positions, changes, self._penalties.tensors(none, none))
         guesses = [None if i in dead_ends else t for i, t in enumerate(self._device.download(tokens).tolist())]
@@ -150,9 +153,10 @@ class Sampler:
             for _ in range(count):
                 follower.undo()
 
-    def _followers(self, row: int) -> list[TokenCounts | Constraints]:
+    def _followers(self, row: int) -> list[Follower]:
         """What keeps an account of the row's output."""
-        kept: tuple[Mapping[int, TokenCounts | Constraints], ...] = (self._penalties.of, self._constraints)
+        grammars = {} if self._masks is None else self._masks.places
+        kept: tuple[Mapping[int, Follower], ...] = (self._penalties.of, self._constraints, grammars)
         return [followers[row] for followers in kept if row in followers]
 
     def _choose(
@@ -233,7 +237,7 @@ class Sampler:
         return self._device.upload(torch.from_numpy(array))
 
 
-def _catch_up(follower: TokenCounts | Constraints | Place, wanted: int, latest: Sequence[int]) -> None:
+def _catch_up(follower: Follower, wanted: int, latest: Sequence[int]) -> None:
     """Makes it know `wanted` output tokens, the last of them `latest`.
 
     It does already, unless a step was planned again after its tokens were lost.
@@ -246,7 +250,7 @@ def _catch_up(follower: TokenCounts | Constraints | Place, wanted: int, latest: 
     assert follower.num_noted == wanted, "tokens of a sequence are missing"
 
 
-def _with_drafts(follower: TokenCounts | Constraints, drafts: Sequence[int]) -> Iterator[int]:
+def _with_drafts(follower: Follower, drafts: Sequence[int]) -> Iterator[int]:
     """Lets it know none of `drafts`, the first, the first two, … all, and at last none again."""
     for count, draft in enumerate(drafts):
         yield count

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo.backends.base import open_device
+from octavo.config import Speculation
 from octavo.engine.grammar import Compiler, Masks, Place
 from octavo.engine.plan import Chunk, NewSequence
 from octavo.engine.sampler import Sampler
@@ -148,6 +149,30 @@ def _sampled(compiler, new, logits, drafts_after):
         found += tokens[: end + 1]
         last = found[-1].token_id
     return found
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation_changes_not_one_bit(llama, rng, compiler, method):
+    """With prompt lookup, and with a draft model: it guesses within the grammar, too, and being the model is right."""
+    kernels = {"device_name": "cpu", "page_size": 16, "compiler": compiler}
+    if method == "ngram":
+        speculation = Speculation("ngram", 4, prompt_lookup_min=1, prompt_lookup_max=3)
+    else:
+        speculation = Speculation("draft_model", 3, model=str(llama))
+    asked = [
+        asked_for(str(i), rng, 70, temperature=1.0, seed=i, logprobs=2, **random_output(rng)[0]) for i in range(8)
+    ]  # fmt: skip
+    plain = LocalEngine(llama, **kernels).run(*asked)
+    engine = LocalEngine(llama, speculation=speculation, **kernels)
+    guessed = engine.run(*asked)
+    for name, (expected,) in plain.items():
+        (got,) = guessed[name]
+        assert tokens_of(got) == tokens_of(expected), f"{SAY_SEED}, {name}"
+        assert [one for e in got for one in e.logprobs] == [one for e in expected for one in e.logprobs], SAY_SEED
+        assert (got[-1].finish_reason, got[-1].error) == (expected[-1].finish_reason, expected[-1].error)
+    stats = engine.scheduler.stats
+    if method == "draft_model":
+        assert stats.draft_tokens and stats.accepted_tokens == stats.draft_tokens
 
 
 def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(llama, rng, words, compiler):

@@ -7,6 +7,7 @@ device be loaded, and runs the scheduler over thousands of requests in a test, w
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,17 +20,24 @@ from octavo.errors import NotEnoughMemory
 
 
 class SimOps(Ops):
-    """Chooses tokens without looking at probabilities, since there are none.
+    """Chooses tokens without looking at probabilities, since there are none, and of those that a mask allows.
 
     `logits` [R, V] is one int64 a row, whatever the token (`models.simulated`): a mix of the last token and its
     position. So an answer is a pure function of prompt, seed and choice, whatever runs beside it.
     """
 
     def sample(self, logits: Tensor, params: SamplingTensors) -> Tensor:
-        mixed = logits[:, 0]
+        mixed = logits[:, 0].clone()
         if not params.all_greedy:
             mixed = torch.where(params.temperature == 0, mixed, mixed ^ params.keys)
-        return (mixed >> 17) % logits.shape[1]
+        mixed >>= 17
+        tokens = mixed % logits.shape[1]
+        if params.mask is not None:
+            for row, bits in zip(params.mask.rows.tolist(), params.mask.bits.numpy(), strict=True):
+                allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+                if len(allowed):
+                    tokens[row] = int(allowed[int(mixed[row]) % len(allowed)])
+        return tokens
 
     def logprobs(self, logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The chosen token counts as the best, and those after it as the next best, each half as probable."""
