@@ -9,7 +9,7 @@
 #define OCT_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a signature or a layout changes; the Python side checks it.
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 
 // A paged KV cache; kv_cache.h says how it lies in memory. page_size is a multiple of 16, head_dim one of 8, up to 256.
 struct OctavoKvCache {

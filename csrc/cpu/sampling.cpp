@@ -97,6 +97,17 @@ void sample(const float* logits, int64_t stride, int64_t rows, int64_t vocab, co
     delete[] candidates;
 }
 
+void mask(float* row, int64_t vocab, const uint32_t* bits) {
+    constexpr int64_t kBits = 32;
+    const auto apply = [](float* values, uint32_t word, int64_t n) {
+        for (int64_t i = 0; i < n; i++) values[i] = word >> i & 1 ? values[i] : -__builtin_inff();
+    };
+    const int64_t whole = vocab / kBits * kBits;
+    for (int64_t i = 0; i < whole; i += kBits, bits++)
+        if (*bits != 0xffffffffu) apply(row + i, *bits, kBits);
+    if (whole < vocab) apply(row + whole, *bits, vocab - whole);
+}
+
 // Keeps the `top` best seen, best first; of equals the lower id, which comes first.
 struct Leaders {
     float* values;
@@ -144,6 +155,16 @@ int64_t count_above(const float* logits, int64_t vocab, float value) {
 
 }  // namespace
 }  // namespace octavo
+
+// Sets to -inf, in each row rows[i] of `count` rows of logits, the tokens that the i-th row of `bits` does not allow:
+// token t's is bit t % 32 of word t / 32.
+OCT_API void OCT_KERNEL(oct_mask)(float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows,
+                                  const uint32_t* bits) {
+    const int64_t words = octavo::ceil_div(vocab, 32);
+    octavo::parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) octavo::mask(logits + rows[i] * stride, vocab, bits + i * words);
+    });
+}
 
 // Penalties on `count` rows of logits: row rows[i] on the tokens at `starts[i]` and the `lengths[i] - 1` places after
 // it, each in the output counts[place] times (octavo.backends.base.Penalties).

@@ -19,7 +19,7 @@ import torch
 
 from octavo.errors import DeviceUnavailable, UsageError
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 """Best first."""
 
@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gated_gelu_tanh": (None, (_P, _N, _P, _N, _N)),
     "embed": (c_int, (_P, _N, _P, _P, _N, _N)),
     "filter": (None, (_P, _N, _N, _N, _P, _P, _P, _P)),
+    "mask": (None, (_P, _N, _N, _N, _P, _P)),
     "penalize": (None, (_P, _N, _N, _P, _P, _P, _P, _P, _P, _P, _P)),
     "sample": (None, (_P, _N, _N, _N, _P, _P, _P)),
     "exponential_noise": (None, (_P, _N, _N, _P)),
@@ -67,6 +68,7 @@ class Kernels:
     gated_gelu_tanh: Callable[..., None]
     embed: Callable[..., int]
     filter: Callable[..., None]
+    mask: Callable[..., None]
     penalize: Callable[..., None]
     sample: Callable[..., None]
     exponential_noise: Callable[..., None]

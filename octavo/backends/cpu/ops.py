@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +23,6 @@ MAX_HEAD_DIM = 256
 MOST_LEADERS = 256
 """the kernel keeps the best logprobs sorted as it finds them, which is slow for many"""
 BF16 = torch.bfloat16
-EXCLUDED = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-EXCLUDED = EXCLUDED.astype(np.float32)
-"""[256, 8]: for each byte of a bitmask what is added to the logits of its eight tokens"""
 
 
 def _rounded_up(n: int) -> int:
@@ -214,9 +210,13 @@ class CpuOps(Ops):
         )  # fmt: skip
 
     def apply_bitmask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        vocab, table = logits.shape[1], logits.numpy()
-        for row, codes in zip(rows.tolist(), bits.numpy().view(np.uint8), strict=True):
-            table[row] += EXCLUDED.take(codes, axis=0).reshape(-1)[:vocab]
+        vocab = logits.shape[1]
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1
+        assert rows.dtype is torch.int64 and rows.is_contiguous()
+        assert bits.dtype is torch.int32 and bits.is_contiguous() and bits.shape == (len(rows), -(-vocab // 32))
+        self._kernels.mask(
+            logits.data_ptr(), logits.stride(0), len(rows), vocab, rows.data_ptr(), bits.data_ptr()
+        )  # fmt: skip
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         vocab = logits.shape[1]
