@@ -11,6 +11,7 @@ from octavo.engine.penalties import TokenCounts
 from octavo.engine.plan import SequenceFault
 from octavo.engine.types import RepetitionDetectionParams
 from octavo.errors import OctavoError
+from tests.engine.test_speculation import drafts_of
 from tests.engine.tiny import VOCAB, LocalEngine, request, tokens_of, transformers_model, true_logits
 from tests.matrix import SEED
 
@@ -78,7 +79,7 @@ EVERYTHING = {
 @pytest.mark.parametrize("names", [[name] for name in EVERYTHING] + [["bad words", "minimum", "penalties", "thinking"]],
                          ids=" and ".join)  # fmt: skip
 def test_no_parameter_remembers_more_than_the_sequence_itself(llama, rng, names):
-    """Alone, and preempted in a crowd: what a parameter keeps between steps is built again as it was."""
+    """Alone, preempted in a crowd, and with guesses that are taken back: what a parameter keeps is the same."""
     asked = []
     for i, prompt in enumerate(prompts(rng, 4, low=28, high=31)):
         fields = {"temperature": rng.choice([0.0, 1.0]), "seed": i, "logprobs": 2}
@@ -90,10 +91,16 @@ def test_no_parameter_remembers_more_than_the_sequence_itself(llama, rng, names)
     tight = LocalEngine(llama, device_name="cpu", page_size=16, blocks=5, budget=rng.choice([16, 40]))
     crowded = tight.run(*asked)
     assert tight.scheduler.stats.preemptions > 0 or names in (["repetition"], ["minimum"]), "these may end early"
+    guessing = LocalEngine(llama, device_name="cpu", page_size=16, speculation=drafts_of(llama, rng.randint(1, 5)))
+    guessed = guessing.run(*asked)
+    assert guessing.scheduler.stats.accepted_tokens > 0
     for name, (events,) in alone.items():
-        (others,) = crowded[name]
-        for field in ("token_ids", "logprobs", "finish_reason", "stop_reason"):
-            assert [getattr(e, field) for e in events] == [getattr(e, field) for e in others], SAY_SEED
+        for (others,) in (crowded[name], guessed[name]):
+            assert tokens_of(others) == tokens_of(events), SAY_SEED
+            logprobs, expected = ([p for e in es for p in e.logprobs or ()] for es in (others, events))
+            assert logprobs == expected, SAY_SEED
+            last = others[-1]
+            assert (last.finish_reason, last.stop_reason) == (events[-1].finish_reason, events[-1].stop_reason)
 
 
 def _sampled(name, prompt, **fields):
