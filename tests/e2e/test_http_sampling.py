@@ -20,9 +20,10 @@ PROMPTS = ("The three primary colours are", "Once upon a time there was", "def a
 
 @pytest.fixture(scope="module")
 def free(tmp_path_factory, smollm2_path) -> Iterator[ServerProcess]:
-    """Allows what the default server does not: all logprobs, and priorities."""
+    """Allows what the default server does not: all logprobs, and priorities. Its loop may be either one."""
     log = tmp_path_factory.mktemp("sampling") / "log"
-    flags = ["--max-logprobs", "-1", "--scheduling-policy", "priority", "--max-model-len", "512"]
+    loop = RNG.choice(["--async-scheduling", "--no-async-scheduling"])
+    flags = [loop, "--max-logprobs", "-1", "--scheduling-policy", "priority", "--max-model-len", "512"]
     with ServerProcess(log, str(smollm2_path), "--served-model-name", "smollm2", *flags) as running:
         yield running
 
