@@ -37,10 +37,9 @@ def prompts(count):
 
 def octavo_side(folder):
     """Generates with the engine's own loop, whose links encode what they would send."""
-    from bench.local_engine import MemoryLinks
+    from bench.local_engine import MemoryLinks, start
     from octavo.config import EngineArgs, resolve
     from octavo.engine.core import Engine
-    from octavo.engine.executor import RankExecutor
     from octavo.engine.types import Request, SamplingParams
     from octavo.models.checkpoint import open_checkpoint
 
@@ -49,7 +48,7 @@ def octavo_side(folder):
         kv_cache_memory_bytes=2 << 30,
     )  # fmt: skip
     config = resolve(args, open_checkpoint(folder).facts())
-    executor = RankExecutor(config, folder, lambda *_: None)
+    executor = start(config, folder)
 
     def generate(count, output, mode):
         sampling = SamplingParams(max_tokens=output, ignore_eos=True, **MODES[mode])
@@ -87,15 +86,17 @@ SIDES = {"octavo": octavo_side, "vllm": vllm_side}
 
 
 def serve_side(name, folder):
-    """Answers each line of standard input, a JSON list of count and mode, with the time it took."""
+    """Answers each line of standard input, a JSON list of count and mode, with the seconds it took, by the clock on
+    the wall and of the CPU, which others on the machine do not disturb."""
     generate = SIDES[name](folder)
-    print(ANSWER + "0", flush=True)
+    print(ANSWER + "{}", flush=True)
     for line in sys.stdin:
         count, mode = json.loads(line)
         generate(count, 4, mode)
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         generate(count, OUTPUT, mode)
-        print(f"{ANSWER}{time.perf_counter() - began}", flush=True)
+        taken = {"wall": time.perf_counter() - began, "cpu": time.process_time() - began_cpu}
+        print(ANSWER + json.dumps(taken), flush=True)
 
 
 class Side:
@@ -114,7 +115,7 @@ class Side:
     def answer(self):
         for line in self.process.stdout:
             if line.startswith(ANSWER):
-                return float(line.removeprefix(ANSWER))
+                return json.loads(line.removeprefix(ANSWER))
         raise SystemExit(f"{self.name} ended; run it by hand: {' '.join(map(str, self.process.args))}")
 
     def seconds(self, count, mode):
@@ -147,8 +148,11 @@ def compare(sides, rounds):
             for _ in range(rounds):
                 for side in sides:
                     taken[side.name].append(side.seconds(count, mode))
-            best = {name: min(times) / OUTPUT for name, times in taken.items()}
-            yield {"mode": mode, "sequences": count, **best, "ratio": best["octavo"] / best["vllm"]}
+            row = {"mode": mode, "sequences": count}
+            for clock in ("wall", "cpu"):
+                best = {name: min(t[clock] for t in times) / OUTPUT for name, times in taken.items()}
+                row[clock] = {**best, "ratio": best["octavo"] / best["vllm"]}
+            yield row
 
 
 def main():
@@ -168,7 +172,7 @@ def main():
     from rich.table import Table
 
     table = Table(title="ms a step")
-    for column in ("mode", "sequences", "octavo", "vllm", f"ratio (aim: {LIMIT})"):
+    for column in ("mode", "sequences", "octavo", "vllm", f"ratio (aim: {LIMIT})", "CPU", "vllm's CPU", "ratio"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -177,10 +181,11 @@ def main():
         sides = [Side(python, name, folder, arguments.core) for name, python in pythons.items()]
         for row in compare(sides, arguments.rounds):
             rows.append(row)
-            table.add_row(
-                row["mode"], str(row["sequences"]), f"{row['octavo'] * 1e3:.2f}", f"{row['vllm'] * 1e3:.2f}",
-                f"{row['ratio']:.2f}",
-            )  # fmt: skip
+            figures = [
+                f"{row[clock][key] * scale:.2f}"
+                for clock in ("wall", "cpu") for key, scale in (("octavo", 1e3), ("vllm", 1e3), ("ratio", 1))
+            ]  # fmt: skip
+            table.add_row(row["mode"], str(row["sequences"]), *figures)
         for side in sides:
             side.close()
     Console().print(table)

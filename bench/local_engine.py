@@ -5,6 +5,7 @@ The sockets, messages and acknowledgements are those of a server; only HTTP and 
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
@@ -110,6 +111,8 @@ def start(config: EngineConfig, directory: str) -> RankExecutor:
     device = executor.worker.device
     if hasattr(device, "clock"):
         device.clock = VirtualClock()
+    gc.collect()
+    gc.freeze()  # as the engine's process does
     return executor
 
 

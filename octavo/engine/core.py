@@ -6,6 +6,7 @@ SIGTERM at once. It ignores SIGINT, since Ctrl-C in a terminal is meant for the 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -326,6 +327,8 @@ def run_engine(start_executor: StartExecutor) -> int:
         executor = start_executor(config, directory, links.progress)
         engine = Engine(config, links, executor)
         links.ready(executor.facts, list(engine.adapters.loaded.values()))
+        gc.collect()
+        gc.freeze()  # what starting made stays for good, and collecting the rest then takes no time
         engine.run()
         return 0
     except Exception as err:

@@ -15,7 +15,7 @@ UNKNOWN = -1
 COPY, SAVE, LOAD = range(3)
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
+class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copies a block of one KV group: COPY within the device, SAVE from the device to a host slot, LOAD back."""
 
     kind: int
@@ -24,7 +24,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
-class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sequence that the runners do not know, or no longer: at admission and after preemption."""
 
     sequence_id: int
@@ -37,7 +37,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """number of the loaded adapter that computes it; 0 none"""
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute `token_ids` of one sequence, which lie at positions `start`, `start + 1`, …"""
 
     sequence_id: int
@@ -65,7 +65,7 @@ class AdapterChange(msgspec.Struct, frozen=True, array_like=True, tag="adapter")
     path: str | None
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
     """Do `moves` (once, come what may), forget `removed`, learn `added`, compute `chunks`; in that order."""
 
     removed: list[int]
@@ -78,12 +78,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     sampled: list[list[Sampled] | None]
     """one for each chunk with `sample`, in the plan's order: the tokens that follow, one and as many as drafts were
     right; None where the model's output was NaN or infinite. Empty where the sequence's parameters allow no token."""

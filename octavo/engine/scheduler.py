@@ -206,6 +206,8 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
         """Lengthens the tables, preempting others if need be; False when it was this one's turn to give way."""
+        if end <= len(sequence.held.tables[0]) * self.blocks.layout.page_size:
+            return True  # most tokens of an answer go where the one before went
         self.blocks.trim(sequence.held, sequence.num_planned_tokens)
         while not self.blocks.extend(sequence.held, end):
             victim = self._last_paused() or self.running[-1]
@@ -339,9 +341,10 @@ class Scheduler:
         for sequence_id, drafts in result.drafts.items():
             if (drafted := self._sequences.get(sequence_id)) is not None:
                 drafted.draft_token_ids = drafts
+        num_tokens = plan.num_tokens
         self.stats.steps += 1
-        self.stats.step_tokens += plan.num_tokens
-        self.stats.steps_by_tokens[bisect_left(ITERATION_BUCKETS, plan.num_tokens)] += 1
+        self.stats.step_tokens += num_tokens
+        self.stats.steps_by_tokens[bisect_left(ITERATION_BUCKETS, num_tokens)] += 1
         return events
 
     def _take(

@@ -65,9 +65,11 @@ class Sequence:
     """as far as computed; None when not asked for or already reported"""
     adapter: LoadedAdapter | None = None
     """that which had the request's name for it when it came; None for the base model"""
+    num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.blocks_sent = [0] * len(self.held.tables)
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -80,17 +82,13 @@ class Sequence:
         return None if self.adapter is None else self.adapter.digest
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_carried_tokens(self) -> int:
         """Output tokens that came with the request."""
         return len(self.request.output_token_ids[self.choice]) if self.request.output_token_ids else 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_expected_tokens(self) -> int:
@@ -98,9 +96,9 @@ class Sequence:
 
     def room_to_sample(self, max_model_len: int) -> int:
         """Tokens that may still be sampled after the pending one."""
-        longest = max_model_len - self.num_expected_tokens
-        limit = self.request.sampling.max_tokens
-        return longest if limit is None else min(longest, limit - len(self.output_token_ids) - self.pending)
+        expected, limit = self.num_expected_tokens, self.request.sampling.max_tokens
+        longest = max_model_len if limit is None else min(max_model_len, self.num_prompt_tokens + limit)
+        return longest - expected
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Prompt, then output, of positions `start` to `end` (exclusive)."""
@@ -111,24 +109,35 @@ class Sequence:
 
     def plan_chunk(self, length: int, num_drafts: int = 0) -> Chunk:
         """The next `length` tokens, and after the last expected one `num_drafts` guesses. The blocks are there."""
-        start, end = self.num_planned_tokens, self.num_planned_tokens + length
+        start, known = self.num_planned_tokens, self.num_tokens
+        end = start + length
         tokens = self.token_ids(start, end)
-        sample = end == self.num_expected_tokens
-        if end > self.num_tokens:
-            assert end == self.num_tokens + 1, "two tokens are pending"
+        sample = end == known + self.pending
+        if end > known:
+            assert end == known + 1, "two tokens are pending"
             tokens.append(UNKNOWN)
         if num_drafts:
             tokens += self.draft_token_ids[:num_drafts]
-        told = tuple(map(max, self.blocks_sent, self.held.trimmed))
-        new = tuple(table[first:] for table, first in zip(self.held.tables, told, strict=True))
+        told, new = self._new_blocks()
         wants_logprobs = self.prompt_logprobs is not None and start < self.num_prompt_tokens - 1
         chunk = Chunk(self.sequence_id, start, tokens, told, new, sample, wants_logprobs, num_drafts)
-        self.blocks_sent = [len(table) for table in self.held.tables]
         self.num_planned_tokens = end + num_drafts
         self.pending += sample
         self.drafting = num_drafts > 0
         self.draft_token_ids = []
         return chunk
+
+    def _new_blocks(self) -> tuple[tuple[int, ...], tuple[list[int], ...]]:
+        """For each KV group, where in the table the blocks go that no plan has told yet, and these; they are told now.
+
+        All tables are of one length.
+        """
+        if min(self.blocks_sent) == len(self.held.tables[0]):
+            return tuple(self.blocks_sent), tuple([[]] * len(self.blocks_sent))
+        told = tuple(map(max, self.blocks_sent, self.held.trimmed))
+        new = tuple(table[first:] for table, first in zip(self.held.tables, told, strict=True))
+        self.blocks_sent = [len(table) for table in self.held.tables]
+        return told, new
 
     def begin(self, num_tokens: int) -> None:
         """Its tables hold so many tokens that it need not compute."""

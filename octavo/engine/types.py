@@ -281,7 +281,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     multimodal: bytes | None = None
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Logprobs at one position: the chosen (or given) token first, then the best ones in order."""
 
     token_ids: list[int]
@@ -290,7 +290,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     """of the chosen token; 1 is best"""
 
 
-class TokenEvent(msgspec.Struct, omit_defaults=True):
+class TokenEvent(msgspec.Struct, omit_defaults=True, gc=False):
     """News of one choice. Exactly one event of a choice has a `finish_reason`, and it is the last."""
 
     request_id: str
