@@ -121,7 +121,7 @@ class EngineArgs:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_offloading_size: float = _number(0, 0, 1 << 20, float)
-    """GiB of host memory for blocks that leave the device; 0: none"""
+    """GiB of host memory, of all ranks together, for blocks that leave the device; 0: none"""
     kv_offloading_dir: str | None = None
     """where blocks that leave host memory are kept, across restarts; None: nowhere"""
     kv_offloading_dir_size: float = _number(16, 0, 1 << 20, float, above=True)
@@ -317,6 +317,7 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
             f"--scheduling-policy {args.scheduling_policy} is unknown", fix=f"one of {', '.join(POLICIES)}",
             param="scheduling_policy",
         )  # fmt: skip
+    _check_offloading(args)
     max_model_len = facts.context_len if args.max_model_len is None else args.max_model_len
     if max_model_len > facts.context_len:
         raise UsageError(
@@ -344,7 +345,7 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
         max_num_queued_reqs=args.max_num_queued_reqs, max_num_queued_tokens=args.max_num_queued_tokens,
         async_scheduling=args.async_scheduling, enable_prefix_caching=args.enable_prefix_caching,
         kv_cache_dtype=args.kv_cache_dtype, kv_offloading_bytes=int(args.kv_offloading_size * GIB),
-        kv_offloading_dir=args.kv_offloading_dir,
+        kv_offloading_dir=args.kv_offloading_dir and os.path.abspath(args.kv_offloading_dir),
         kv_offloading_dir_bytes=int(args.kv_offloading_dir_size * GIB) if args.kv_offloading_dir else 0,
         speculative_config=parse_speculation(args.speculative_config),
         enable_lora=args.enable_lora or bool(args.lora_modules), lora_modules=_lora_modules(args),
@@ -388,6 +389,22 @@ def _lora_module(text: str) -> tuple[Any, Any, Any]:
 
 def _bad_lora_modules(cause: str, limit: str) -> UsageError:
     return UsageError(f"--lora-modules: {cause}", limit=limit, fix="correct it", param="lora_modules")
+
+
+def _check_offloading(args: EngineArgs) -> None:
+    """Blocks reach the folder through host memory, under the keys of the prefix cache, and whole."""
+    if args.kv_offloading_dir is None:
+        return
+    limit = fix = None
+    if args.kv_offloading_size == 0:
+        limit, fix = "blocks get there through host memory", "give --kv-offloading-size as well"
+    elif not args.enable_prefix_caching:
+        limit, fix = "the prefix cache finds the blocks", "leave --no-enable-prefix-caching out"
+    elif args.tensor_parallel_size > 1:
+        limit, fix = "--tensor-parallel-size 1", "leave it out: several ranks can use host memory only"
+    if limit is not None:
+        cause, param = f"--kv-offloading-dir {args.kv_offloading_dir} cannot be used", "kv_offloading_dir"
+        raise UsageError(cause, limit=limit, fix=fix, param=param)
 
 
 @dataclass(frozen=True)

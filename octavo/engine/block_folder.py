@@ -169,6 +169,11 @@ class BlockFolder:
         return blake2b(header, digest_size=20).hexdigest() + ".kv"
 
 
+def check_folder(path: str) -> None:
+    """Makes our subdirectory of `path` if need be. Raises UsageError where it cannot be used."""
+    os.close(_open_folder(path))
+
+
 def _open_folder(path: str) -> int:
     """A descriptor of our subdirectory of `path`, made if need be."""
     folder = Path(path) / FOLDER

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from octavo.clock import SYSTEM_CLOCK, Clock
 from octavo.config import EngineConfig
 from octavo.engine.adapters import AdapterHost, Adapters
+from octavo.engine.block_folder import BlockFolder, check_folder
+from octavo.engine.disk_tier import DiskTier
 from octavo.engine.intake import Name
 from octavo.engine.links import Links
 from octavo.engine.messages import (
@@ -35,6 +37,7 @@ from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult, fill_in
 from octavo.engine.process import end_with_parent, log_to_stderr, read_settings, remove_directory
 from octavo.engine.scheduler import Events, Scheduler
+from octavo.engine.tiers import HostMemory
 from octavo.engine.types import MAX_CHOICES, Request, StructuredOutputsParams, TokenEvent
 from octavo.errors import EngineDead, OctavoError, Overloaded, UsageError, to_wire
 
@@ -47,6 +50,8 @@ LIFE_CHECK_S = 0.5
 IDLE_CHECK_S = 10.0
 """least time between two checks of the scheduler's integrity, made when it falls idle"""
 MAX_FAILED_STEPS = 3
+DRAIN_S = 3.0
+"""after the last request, how long blocks are written that wait for the disk"""
 
 
 class Executor(AdapterHost, Protocol):
@@ -54,6 +59,10 @@ class Executor(AdapterHost, Protocol):
 
     facts: EngineFacts
     layout: KVLayout
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """Slots for KV blocks; None without a host tier."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Raises SequenceFault when one sequence is to blame, EngineDead when no step can ever run again."""
@@ -81,7 +90,10 @@ class Engine:
     the loop is plain.
     """
 
-    def __init__(self, config: EngineConfig, links: Links, executor: Executor, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, config: EngineConfig, links: Links, executor: Executor, clock: Clock = SYSTEM_CLOCK,
+        disk: DiskTier | None = None,
+    ) -> None:  # fmt: skip
         self.links, self.executor, self.clock = links, executor, clock
         self.scheduler = Scheduler(
             executor.layout, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
@@ -89,8 +101,10 @@ class Engine:
             eos_token_ids=config.eos_token_ids, seed=config.seed, policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens,
-            enable_prefix_caching=config.enable_prefix_caching,
+            enable_prefix_caching=config.enable_prefix_caching, host=executor.host_memory, disk=disk,
         )  # fmt: skip
+        if executor.host_memory is not None:
+            self.scheduler.tiers.speed.host.note(*executor.host_memory.probe())
         wanted = executor.facts.asynchronous if config.async_scheduling is None else config.async_scheduling
         overlapped = wanted and config.speculative_config is None
         self._runner = ThreadPoolExecutor(1, "octavo-runner") if overlapped else None
@@ -311,6 +325,16 @@ class Engine:
         self._ran = False
 
 
+def open_disk(config: EngineConfig, facts: EngineFacts, links: Links) -> DiskTier | None:
+    """Raises UsageError for a folder that cannot be used."""
+    if config.kv_offloading_dir is None:
+        return None
+    # A draft model's keys and values stand in the same blocks.
+    numerics = f"{facts.fingerprint} {config.speculative_config}"
+    folder = BlockFolder(config.kv_offloading_dir, config.kv_offloading_dir_bytes, numerics)
+    return DiskTier(folder, links.wake)
+
+
 def run_engine(start_executor: StartExecutor) -> int:
     """The whole life of an engine process; returns its exit status."""
     settings = read_settings()
@@ -323,9 +347,13 @@ def run_engine(start_executor: StartExecutor) -> int:
     links = Links(directory, config.max_unacked_messages)
     executor: Executor | None = None
     engine: Engine | None = None
+    disk: DiskTier | None = None
     try:
+        if config.kv_offloading_dir is not None:
+            check_folder(config.kv_offloading_dir)  # the model may take minutes to load
         executor = start_executor(config, directory, links.progress)
-        engine = Engine(config, links, executor)
+        disk = open_disk(config, executor.facts, links)
+        engine = Engine(config, links, executor, disk=disk)
         links.ready(executor.facts, list(engine.adapters.loaded.values()))
         gc.collect()
         gc.freeze()  # what starting made stays for good, and collecting the rest then takes no time
@@ -340,6 +368,8 @@ def run_engine(start_executor: StartExecutor) -> int:
             log.error("%s", error)
         return error.exit_code
     finally:
+        if disk is not None:
+            disk.close(DRAIN_S)
         if executor is not None:
             executor.shutdown()
         links.close()

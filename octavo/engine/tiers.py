@@ -34,6 +34,9 @@ class HostMemory(Protocol):
     def view(self, group: int, slot: int) -> memoryview:
         """The bytes of a slot."""
 
+    def probe(self) -> tuple[int, float]:
+        """(bytes, seconds) of a few moves, before anything is kept."""
+
 
 @dataclass(eq=False)
 class Swapped:
@@ -65,6 +68,9 @@ class _NoMemory:
 
     def view(self, group: int, slot: int) -> memoryview:
         raise AssertionError("there is no slot")
+
+    def probe(self) -> tuple[int, float]:
+        return 0, 0.0
 
 
 class Tiers:
@@ -163,12 +169,14 @@ class Tiers:
     def swap_out(self, held: BlockTables, num_tokens: int) -> Swapped | None:
         """Saves what the prefix cache will not keep of the first `num_tokens` tokens, before `held` is released.
 
-        None where there is no more than the cache keeps, what later tokens need is freed (after a step that failed),
-        computing it again is cheaper, or slots are short.
+        None where what later tokens need is freed (after a step that failed), computing it again is cheaper, or slots
+        are short.
         """
         first, end = held.num_registered, -(-num_tokens // self.blocks.layout.page_size)
-        if end <= first or not self.hosts[0].num_slots or self.blocks.trimmed_too_far(held, num_tokens):
+        if not (num_tokens and self.hosts[0].num_slots) or self.blocks.trimmed_too_far(held, num_tokens):
             return None
+        if end == first:
+            return Swapped(num_tokens, first, [[] for _ in self.hosts])
         tails = [table[first:end] for table in held.tables]
         counts = [sum(block != FREED for block in tail) for tail in tails]
         num_bytes = sum(n * size for n, size in zip(counts, self.memory.block_bytes, strict=True))

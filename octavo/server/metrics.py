@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 from octavo.engine.messages import EngineFacts, Stats
 from octavo.engine.outputs import ChoiceDelta
 from octavo.engine.types import SamplingParams
+from octavo.server.offload_metrics import offload_metrics
 from octavo.wire import metric_names as names
 
 MAX_UNKNOWN_FIELDS = 64
@@ -68,6 +69,7 @@ class EngineCollector(Collector):
             yield counter
         yield self._rejections(stats)
         yield from self._prompt_sources(stats)
+        yield from offload_metrics(stats, LABELS, self.labels)
         yield from self._speculation(stats)
         yield self._iteration_tokens(stats)
         yield self._cache_config()

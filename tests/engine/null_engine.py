@@ -22,6 +22,8 @@ SLOW, FAULT, BROKEN, HANG = 1, 2, 3, 4
 
 
 class NullExecutor:
+    host_memory = None
+
     def __init__(self, config: EngineConfig) -> None:
         blocks, page_size = config.num_gpu_blocks_override or 64, config.block_size or 4
         self.layout = KVLayout(page_size, (FullAttention(1, 1),), (blocks,))

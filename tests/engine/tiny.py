@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 
 from octavo.config import EngineArgs, EngineConfig, Speculation, resolve
+from octavo.engine.disk_tier import DiskTier
 from octavo.engine.grammar import Compiler
 from octavo.engine.pages import KVLayout
 from octavo.engine.runner import Runner
@@ -66,7 +68,7 @@ class LocalEngine:
     def __init__(
         self, folder: Path, *, blocks: int = 200, page_size: int = 4, budget: int = 64, seqs: int = 16,
         device_name: str = "reference", kv_cache_dtype: str = "auto", speculation: Speculation | None = None,
-        compiler: Compiler | None = None, **settings: bool | int,
+        compiler: Compiler | None = None, host_slots: int = 0, disk: DiskTier | None = None, **settings: bool | int,
     ) -> None:  # fmt: skip
         device, dtype = choose_device(config_for(folder, device=device_name, threads=1), rank=0)
         checkpoint = open_checkpoint(folder)
@@ -79,17 +81,11 @@ class LocalEngine:
         if speculation is not None and speculation.model is not None:
             draft = load_model(open_checkpoint(Path(speculation.model)), device, dtype)
         self.runner = Runner(
-            model,
-            device,
-            layout,
-            dtype,
-            quantized=quantized,
-            speculation=speculation,
-            draft_model=draft,
-            compiler=compiler,
-            **limits,
-        )
-        self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, **limits, **settings)
+            model, device, layout, dtype, quantized=quantized, speculation=speculation, draft_model=draft,
+            compiler=compiler, host_slots=(host_slots,) * len(layout.specs), **limits,
+        )  # fmt: skip
+        host = self.runner.store if host_slots else None
+        self.scheduler = Scheduler(layout, max_num_batched_tokens=budget, host=host, disk=disk, **limits, **settings)
 
     def run(self, *requests: Request) -> dict[str, list[list[TokenEvent]]]:
         """Request id to the events of each choice."""
@@ -98,6 +94,9 @@ class LocalEngine:
             self.scheduler.add(request, 0.0)
         while self.scheduler.has_work:
             plan = self.scheduler.plan(0.0)
+            if not plan.chunks:  # all wait for the disk
+                time.sleep(0.001)
+                continue
             for _, event in self.scheduler.commit(plan, self.runner.run(plan)):
                 answers[event.request_id][event.choice].append(event)
             self.scheduler.check_integrity()
