@@ -29,6 +29,8 @@ CONFIG = EngineConfig(
 class SlowCompiler:
     """An executor whose grammars are compiled when the test says so."""
 
+    host_memory = None
+
     def __init__(self) -> None:
         self.layout, self.runner = LAYOUT, NullRunner(LAYOUT, 50, 8)
         self.facts = EngineFacts(0, "null", "none", "none", 64, 4, 128, 0, 0, 0.0)
