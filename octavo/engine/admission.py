@@ -168,6 +168,8 @@ def _thinking_marks(tokenizer: Tokenizer) -> tuple[int, int] | None:
 
 def for_engine(params: SamplingParams) -> SamplingParams:
     """As the engine knows it: every choice that is generated is one that is given."""
+    if params.use_beam_search:
+        return params
     if params.best_of is None or params.best_of == params.n:
         return msgspec.structs.replace(params, best_of=None)
     logprobs = 0 if params.num_logprobs(1) is None else params.logprobs

@@ -215,7 +215,7 @@ class AsyncLLM:
             adapter=adapter,
         )  # fmt: skip
         stream = self._deltas(request)
-        if params.num_choices > params.n:
+        if params.num_choices > params.n and not params.use_beam_search:
             return best_of(stream, params.n, with_logprobs=params.num_logprobs(1) is not None)
         return stream if params.stream_interval in (None, 1) else spaced(stream, params.stream_interval or 1)
 

@@ -80,6 +80,8 @@ def check_request(request: Request, vocab_size: int, max_model_len: int, chunk: 
     sampling.verify(vocab_size, vocab_size)
     if not prompt:
         raise InvalidRequest("the prompt is empty", limit="at least 1 token", fix="add text", param="prompt")
+    if carried and sampling.use_beam_search:
+        raise InvalidRequest("output_token_ids is set with use_beam_search", fix="leave it out")
     if carried and len(carried) != sampling.n:
         raise InvalidRequest(f"output_token_ids holds {len(carried)} choices", limit=f"n is {sampling.n}")
     for tokens in (prompt, *carried):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.engine.adapters import LoadedAdapter, find
+from octavo.engine.beams import BeamGroup
 from octavo.engine.disk_tier import DiskTier
 from octavo.engine.intake import Name, Queue, check_request, seed_source
 from octavo.engine.messages import Stats
@@ -74,7 +75,7 @@ class Scheduler:
         """those that requests may name; set by the core"""
         self.stats = Stats(blocks_total=self.blocks.num_blocks, steps_by_tokens=[0] * (len(ITERATION_BUCKETS) + 1))
         self._draw_seed = seed_source(seed)
-        self._next_id = 0
+        self._next_id = self._num_beams = 0
         self._sequences: dict[int, Sequence] = {}
         self._requests: dict[Name, list[Sequence]] = {}
         self._suspect: Name | None = None
@@ -100,21 +101,27 @@ class Scheduler:
         carried = request.output_token_ids or [[] for _ in range(sampling.n)]
         sequences = self._requests[name] = []
         self.queue.add(name, len(request.prompt_token_ids))
-        for choice in range(sampling.n):
+        for choice in range(1 if sampling.use_beam_search else sampling.n):
             sequence = Sequence(
                 self._next_id, request, choice, seed, self.blocks.new_tables(), now, request.priority,
                 list(carried[choice]),
                 prompt_logprobs=[] if sampling.prompt_logprobs is not None and choice == 0 else None,
                 adapter=adapter,
             )  # fmt: skip
-            if self.prefix_caching:
-                sequence.keys = keys_of(sequence, self.blocks.layout.page_size)
-            self._next_id += 1
-            self._sequences[sequence.sequence_id] = sequence
-            sequences.append(sequence)
-            insort(self.waiting, sequence, key=_key)
+            if sampling.use_beam_search:
+                sequence.group = BeamGroup(request, sequence, self.eos_token_ids, self.max_model_len)
+            self._enter(sequence)
         done = [(s, *self._why_done(s)) for s in sequences]
         return [self._finish(s, reason, stop_reason) for s, reason, stop_reason in done if reason is not None]
+
+    def _enter(self, sequence: Sequence) -> None:
+        if self.prefix_caching:
+            sequence.keys = keys_of(sequence, self.blocks.layout.page_size)
+        self._next_id += 1
+        self._num_beams += sequence.group is not None
+        self._sequences[sequence.sequence_id] = sequence
+        self._requests[sequence.request.client_id, sequence.request.request_id].append(sequence)
+        insort(self.waiting, sequence, key=_key)
 
     def _check(self, name: Name, request: Request) -> None:
         if name in self._requests:
@@ -133,22 +140,23 @@ class Scheduler:
         """Ends choices of a request (all when None). One that is unknown or over is none of our business."""
         wanted = None if choices is None else set(choices)
         sequences = self._requests.get((client_id, request_id), ())
-        return [self._finish(s, "abort") for s in list(sequences) if wanted is None or s.choice in wanted]
+        group = sequences[0].group if sequences else None
+        if group is not None and wanted is not None and not group.open <= wanted:
+            return [(client_id, event) for event in group.end("abort", wanted)]
+        return self._finish_all([s for s in sequences if group or wanted is None or s.choice in wanted], "abort")
 
     def drop_client(self, client_id: str) -> None:
         """Ends all that a departed client asked for; there is nobody to tell."""
-        for sequence in [s for s in self._sequences.values() if s.request.client_id == client_id]:
-            self._finish(sequence, "abort")
+        self._finish_all([s for s in self._sequences.values() if s.request.client_id == client_id], "abort")
 
     def expire(self, now: float) -> Events:
         """Ends sequences whose deadline has passed."""
         limited = [s for s in self._sequences.values() if s.request.deadline is not None]
-        return [self._finish(s, "abort") for s in limited if (s.request.deadline or now) <= now]
+        return self._finish_all([s for s in limited if (s.request.deadline or now) <= now], "abort")
 
     def end_all(self, error: OctavoError | None = None) -> Events:
         """Ends everything: with error events, or as aborted."""
-        reason = "abort" if error is None else "error"
-        return [self._finish(s, reason, error=error) for s in list(self._sequences.values())]
+        return self._finish_all(self._sequences.values(), "abort" if error is None else "error", error)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -196,11 +204,12 @@ class Scheduler:
 
     def _may_run(self, sequence: Sequence) -> bool:
         request = sequence.request
-        return request.client_id not in self.paused_clients and not self._is_suspect(sequence)
+        paused = request.client_id in self.paused_clients
+        return not (paused or self._is_suspect(sequence) or sequence.on_hold)
 
     def _may_start(self, sequence: Sequence) -> bool:
         request = sequence.request
-        if self.held_back and (request.client_id, request.request_id) in self.held_back:
+        if sequence.on_hold or (self.held_back and (request.client_id, request.request_id) in self.held_back):
             return False
         return request.client_id not in self.paused_clients
 
@@ -210,16 +219,27 @@ class Scheduler:
             return True  # most tokens of an answer go where the one before went
         self.blocks.trim(sequence.held, sequence.num_planned_tokens)
         while not self.blocks.extend(sequence.held, end):
-            victim = self._last_paused() or self.running[-1]
+            victim = self._last_idle(sequence) or self.running[-1]
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _last_paused(self) -> Sequence | None:
-        if not self.paused_clients:
+    def _last_idle(self, sequence: Sequence) -> Sequence | None:
+        """Of running ones that cannot go on: those of paused clients, and beams that wait for others of their group,
+        if this is one of these or comes before them."""
+        if not self._may_idle:
             return None
-        return next((s for s in reversed(self.running) if s.request.client_id in self.paused_clients), None)
+        for one in reversed(self.running):
+            if one.request.client_id in self.paused_clients:
+                return one
+            if one.has_told and (one.group is sequence.group or one.key > sequence.key):
+                return one
+        return None
+
+    @property
+    def _may_idle(self) -> bool:
+        return bool(self.paused_clients) or self._num_beams > 0
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; it waits and goes on later."""
@@ -254,11 +274,11 @@ class Scheduler:
         though only the first chunk's are taken.
         """
         for sequence in [s for s in self.waiting if self._may_start(s)]:
-            if budget == 0 or (len(self.running) >= self.max_num_seqs and not self.paused_clients):
+            if budget == 0 or (len(self.running) >= self.max_num_seqs and not self._may_idle):
                 break
             start = self._start_of(sequence)
-            while start and not self._has_place(sequence, start) and (paused := self._last_paused()):
-                self.preempt(paused)
+            while start and not self._has_place(sequence, start) and (idle := self._last_idle(sequence)):
+                self.preempt(idle)
                 start = self._start_of(sequence)
             if start is None:
                 continue
@@ -284,7 +304,7 @@ class Scheduler:
         loaded = self.tiers.begin(sequence.held, start, sequence.keys, sequence.swapped)
         if sequence.swapped is None:
             sequence.begin(start.num_tokens)
-        sequence.swapped = None
+        sequence.swapped = sequence.origin = None
         del self.waiting[bisect_left(self.waiting, sequence.key, key=_key)]
         insort(self.running, sequence, key=_key)
         if sequence.first_scheduled_time is None:
@@ -330,16 +350,19 @@ class Scheduler:
             if sequence.sequence_id not in self._sequences:
                 continue
             self._take(chunk, sequence, epoch, tokens, result.prompt_logprobs.get(chunk.sequence_id))
-            if tokens:
+            if tokens and sequence.group is not None:
+                assert tokens[0].logprobs is not None
+                events += self._take_beams(sequence, sequence.group, tokens[0].logprobs)
+            elif tokens:
                 events.append(self._append(sequence, tokens))
             elif chunk.sample:
                 count, fault = len(sequence.output_token_ids), result.faults.get(chunk.sequence_id)
                 error = not_a_number(sequence.num_tokens) if tokens is None else no_token(count, fault)
-                events.append(self._finish(sequence, "error", error=error))
+                events += self._finish_all([sequence], "error", error)
             elif sequence.num_computed_tokens >= sequence.held.full_at:
                 self._register(sequence)
         for sequence_id, drafts in result.drafts.items():
-            if (drafted := self._sequences.get(sequence_id)) is not None:
+            if (drafted := self._sequences.get(sequence_id)) is not None and drafted.group is None:
                 drafted.draft_token_ids = drafts
         num_tokens = plan.num_tokens
         self.stats.steps += 1
@@ -382,7 +405,7 @@ class Scheduler:
         self._abandon(plan)
         ids = [c.sequence_id for c in plan.chunks] if sequence_id is None else [sequence_id]
         at_fault = [s for i in ids if (s := self._sequences.get(i)) is not None]
-        events = [self._finish(s, "error", error=error) for s in at_fault]
+        events = self._finish_all(at_fault, "error", error)
         return events + self.end_suspect(error) if sequence_id is None else events
 
     def set_aside_newest(self, plan: StepPlan) -> bool:
@@ -402,9 +425,7 @@ class Scheduler:
     def end_suspect(self, error: OctavoError) -> Events:
         """Ends the request that was set aside, if there is one."""
         name, self._suspect = self._suspect, None
-        return (
-            [] if name is None else [self._finish(s, "error", error=error) for s in list(self._requests.get(name, ()))]
-        )
+        return [] if name is None else self._finish_all(self._requests.get(name, ()), "error", error)
 
     def _is_suspect(self, sequence: Sequence) -> bool:
         if self._suspect is None:
@@ -432,9 +453,8 @@ class Scheduler:
     def _append(self, sequence: Sequence, sampled: list[Sampled]) -> tuple[str, TokenEvent]:
         """Adds tokens up to the one that ends the sequence, if one does."""
         first = len(sequence.output_token_ids) == sequence.num_carried_tokens
-        if first and sequence.choice == 0 and sequence.first_scheduled_time is not None:
-            name = (sequence.request.client_id, sequence.request.request_id)
-            self._timings[name] = (sequence.queued_time, sequence.first_scheduled_time)
+        if first and sequence.choice == 0:
+            self._note_timing(sequence)
         event = TokenEvent(sequence.request.request_id, sequence.choice)
         event.cached_tokens = sequence.num_cached_tokens if first else 0
         reason: str | None = None
@@ -457,6 +477,29 @@ class Scheduler:
             event.finish_reason = reason
         return sequence.request.client_id, event
 
+    def _note_timing(self, sequence: Sequence) -> None:
+        if sequence.first_scheduled_time is not None:
+            name = (sequence.request.client_id, sequence.request.request_id)
+            self._timings[name] = (sequence.queued_time, sequence.first_scheduled_time)
+
+    def _take_beams(self, sequence: Sequence, group: BeamGroup, best: TokenLogprobs) -> Events:
+        """Once all beams of the request have told what may follow: lets the best go on, or gives the answer."""
+        if sequence.num_computed_tokens >= sequence.held.full_at:
+            self._register(sequence)
+        if not group.tell(sequence, best):
+            return []
+        born, dropped = group.advance(self._next_id, self.blocks.new_tables)
+        for child in born:
+            self._enter(child)
+        for member in dropped:
+            self._remove(member)
+        if group.members:
+            return []
+        events = group.answer()
+        self.stats.generation_tokens += sum(len(event.token_ids) for event in events)
+        self._note_timing(sequence)
+        return [(group.request.client_id, event) for event in events]
+
     def _why_done(self, sequence: Sequence) -> tuple[str | None, int | str | None]:
         room = self.max_model_len - sequence.num_tokens
         return why_done(sequence.request.sampling, sequence.output_token_ids, self.eos_token_ids, room)
@@ -471,6 +514,21 @@ class Scheduler:
         )
         return sequence.request.client_id, event
 
+    def _finish_all(self, sequences: Iterable[Sequence], reason: str, error: OctavoError | None = None) -> Events:
+        """Beams end with all of their group, whose open choices each get an event."""
+        events: Events = []
+        for sequence in list(sequences):
+            if sequence.group is not None:
+                events += self._end_beams(sequence.group, sequence.group.end(reason, error=error))
+            else:
+                events.append(self._finish(sequence, reason, error=error))
+        return events
+
+    def _end_beams(self, group: BeamGroup, events: list[TokenEvent]) -> Events:
+        for member in list(group.members):
+            self._remove(member)
+        return [(group.request.client_id, event) for event in events]
+
     def _remove(self, sequence: Sequence) -> None:
         """The one place where a sequence leaves; its caller makes the terminal event."""
         place = self.running if sequence.held.tables[0] else self.waiting
@@ -481,6 +539,9 @@ class Scheduler:
             self.tiers.drop(sequence.swapped)
         self._removed.append(sequence.sequence_id)
         del self._sequences[sequence.sequence_id]
+        if sequence.group is not None:
+            sequence.group.leave(sequence)
+            self._num_beams -= 1
         name = (sequence.request.client_id, sequence.request.request_id)
         self._requests[name].remove(sequence)
         if not self._requests[name]:
@@ -530,7 +591,9 @@ class Scheduler:
         for s in everyone:
             assert 0 <= s.num_computed_tokens <= s.num_planned_tokens, "planned less than computed"
             assert s.drafting or s.num_planned_tokens <= s.num_expected_tokens, "planned more than there is"
-            assert s.num_computed_tokens < s.num_expected_tokens, "nothing left to compute, and no token came of it"
+            assert s.num_computed_tokens < s.num_expected_tokens or s.on_hold, (
+                "nothing left to compute, and no token came of it"
+            )
             assert s.pending <= sum(s is f for flight in self._in_flight for f, _ in flight.sequences), "nothing pends"
         self.queue.check_integrity()
         assert sum(map(len, self._requests.values())) == len(everyone), "requests and sequences differ"
@@ -541,5 +604,5 @@ class Scheduler:
         )  # fmt: skip
 
 
-def _key(sequence: Sequence) -> tuple[int, int]:
+def _key(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.key

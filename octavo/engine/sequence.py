@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octavo.engine.adapters import LoadedAdapter
 from octavo.engine.pages import BlockTables
@@ -19,6 +20,9 @@ from octavo.engine.plan import UNKNOWN, Chunk, NewSequence
 from octavo.engine.prefix import ChainKeys
 from octavo.engine.tiers import Fetch, Swapped
 from octavo.engine.types import Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from octavo.engine.beams import BeamGroup
 
 
 @dataclass(eq=False)
@@ -55,6 +59,12 @@ class Sequence:
     """of its full blocks; None without a prefix cache"""
     num_cached_tokens: int = 0
     """of the prompt, that were not computed when it first started"""
+    group: BeamGroup | None = None
+    """of a beam: those that are searched together"""
+    origin: Sequence | None = None
+    """of a beam that has not started: the one that goes on from the same tokens but the last"""
+    arrival: int = -1
+    """the id whose place in the order it has: its own, or that of the beam it comes from"""
     first_scheduled_time: float | None = None
     """seconds since the epoch, set by the first plan that holds it"""
     known_to_runners: bool = False
@@ -70,11 +80,23 @@ class Sequence:
     def __post_init__(self) -> None:
         self.blocks_sent = [0] * len(self.held.tables)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        if self.arrival < 0:
+            self.arrival = self.sequence_id
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int, int]:
         """Smaller is served earlier; the largest is preempted first."""
-        return (self.priority, self.sequence_id)
+        return (self.priority, self.arrival, self.sequence_id)
+
+    @property
+    def has_told(self) -> bool:
+        """A beam that has told what may follow it: whether it goes on is decided for all of its group at once."""
+        return self.group is not None and self in self.group.told
+
+    @property
+    def on_hold(self) -> bool:
+        """A beam that has told, or is about to."""
+        return self.group is not None and (self.pending > 0 or self in self.group.told)
 
     @property
     def adapter_digest(self) -> bytes | None:
@@ -146,8 +168,10 @@ class Sequence:
     def introduction(self) -> NewSequence:
         self.known_to_runners = True
         return NewSequence(
-            self.sequence_id, self.choice, self.seed, self.request.sampling, self.request.prompt_token_ids,
-            list(self.output_token_ids), 0 if self.adapter is None else self.adapter.number,
+            self.sequence_id, self.choice, self.seed,
+            self.request.sampling if self.group is None else self.group.sampling,
+            self.request.prompt_token_ids, list(self.output_token_ids),
+            0 if self.adapter is None else self.adapter.number,
         )  # fmt: skip
 
     def computed(self, chunk: Chunk, num_sampled: int) -> None:

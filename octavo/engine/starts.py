@@ -51,12 +51,28 @@ def _found(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks, e
     """
     if sequence.prompt_logprobs is not None:
         return NOTHING
+    if sequence.origin is not None and (start := _fork_beam(sequence, sequence.origin, blocks)) is not None:
+        return start
     most = min(sequence.num_tokens, sequence.num_expected_tokens - 1)
     forked = _fork(sequence, siblings, blocks, min(sequence.num_prompt_tokens, most))
     if forked is None:
         return None
     found = NOTHING if sequence.keys is None else blocks.find(sequence.keys, most, elsewhere)
     return found if found.num_tokens > forked.num_tokens else forked
+
+
+def _fork_beam(sequence: Sequence, origin: Sequence, blocks: KVBlocks) -> Start | None:
+    """All tokens but the last, as the beam has them that it comes from; None where that does not run any more."""
+    num_shared = sequence.num_tokens - 1
+    if not origin.held.tables[0] or origin.num_computed_tokens < num_shared:
+        return None
+    _follow(sequence, origin, num_shared // blocks.layout.page_size)
+    return blocks.start_of(origin.held, num_shared)
+
+
+def _follow(sequence: Sequence, other: Sequence, num_blocks: int) -> None:
+    if sequence.keys is not None and other.keys is not None:
+        sequence.keys.follow(other.keys, num_blocks)
 
 
 def _fork(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks, num_shared: int) -> Start | None:
@@ -68,7 +84,6 @@ def _fork(sequence: Sequence, siblings: Iterable[Sequence], blocks: KVBlocks, nu
         if sibling.num_computed_tokens < num_shared:
             start = None
         elif (there := blocks.start_of(sibling.held, num_shared)) is not None:
-            if sequence.keys is not None and sibling.keys is not None:
-                sequence.keys.follow(sibling.keys, num_shared // blocks.layout.page_size)
+            _follow(sequence, sibling, num_shared // blocks.layout.page_size)
             return there
     return start

@@ -21,6 +21,12 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_PATTERN_SIZE = 1024
 MAX_CHOICES = 128
 MAX_COUNT = (1 << 31) - 1
+WITHOUT_BEAMS = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "stop", "min_tokens", "thinking_token_budget", "repetition_detection", "prompt_logprobs", "logprob_token_ids",
+    "stream_interval",
+)  # fmt: skip
+"""parameters that beam search does not look at, and so refuses"""
 SEED_BITS = 63
 LEAST_TEMPERATURE = 0.01
 """a lower one but 0 is raised to it, as in vLLM: there it differs from 0 by rounding only"""
@@ -96,6 +102,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
     best_of: int | None = None
     """so many choices are generated, of which the `n` with the highest cumulative logprob are given"""
+    use_beam_search: bool = False
+    """the likeliest answers, of `best_of` (or `n`) beams; what chooses at random has no effect then"""
+    length_penalty: float = 1.0
+    """of beam search: how much a longer answer is preferred"""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -193,7 +203,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise out_of_range("truncation_side", self.truncation_side, "left or right")
         if self.stream_interval is not None:
             within("stream_interval", self.stream_interval, 1, MAX_COUNT)
-        if self.greedy and self.num_choices > 1:
+        self._verify_beams(vocab_size)
+        if self.greedy and self.num_choices > 1 and not self.use_beam_search:
             name, count = ("n", self.n) if self.best_of is None else ("best_of", self.best_of)
             raise InvalidRequest(
                 f"{name} is {count} with temperature 0: the choices would all be equal", limit=f"{name}=1 when greedy",
@@ -228,6 +239,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             known_tokens("bad_words", word, vocab_size)
         if self.thinking_token_budget is not None:
             within("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT, "tokens, or -1")
+
+    def _verify_beams(self, vocab_size: int) -> None:
+        within("length_penalty", self.length_penalty, -10, 10)
+        if not self.use_beam_search:
+            if self.length_penalty != 1:
+                raise out_of_range("length_penalty", self.length_penalty, "1 without use_beam_search")
+            return
+        within(
+            "n" if self.best_of is None else "best_of", self.num_choices, 1, vocab_size // 2, "(half the vocabulary)"
+        )
+        if self.logprobs == -1:
+            raise out_of_range("logprobs", self.logprobs, "with use_beam_search: 0 or more")
+        plain = SamplingParams()
+        for name in WITHOUT_BEAMS:
+            if getattr(self, name) != getattr(plain, name):
+                raise out_of_range(name, getattr(self, name), "with use_beam_search: none")
 
     def _verify_end(self, vocab_size: int) -> None:
         """When an answer is complete."""

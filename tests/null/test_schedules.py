@@ -16,6 +16,7 @@ from octavo.engine.types import TokenEvent
 from octavo.errors import OctavoError
 from tests.matrix import SEED, sample
 from tests.null.memory import continuation
+from tests.null.test_beams import plain_search
 from tests.null.test_scheduler import VOCAB, build, request
 
 NUM_PARTS, PART = 100, 100
@@ -43,8 +44,8 @@ class Schedule:
             long_prefill_token_threshold=rng.choice([0, 0, 4]), enable_prefix_caching=rng.random() < 0.75,
             slots=rng.choice([0, rng.randint(1, blocks), 3 * blocks]),
         )  # fmt: skip
-        self.runner.root_of = lambda new: SALTS.index(self.salt_of[new.sequence_id])
-        self.salt_of: dict[int, str | None] = {}
+        known = self.scheduler._sequences
+        self.runner.root_of = lambda new: SALTS.index(known[new.sequence_id].request.cache_salt)
         self.bases = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
         self.asked: dict[tuple[str, str, int], tuple[list[int], list[int], bool]] = {}
         self.got: dict[tuple[str, str, int], list[TokenEvent]] = {}
@@ -68,7 +69,21 @@ class Schedule:
             self.asked[client, name, choice] = (prompt, wanted[len(carried[choice]) if carried else 0 :], logprobs)
             self.got[client, name, choice] = []
         self.take(self.scheduler.add(asked, 0.0))
-        self.salt_of |= {s.sequence_id: s.request.cache_salt for s in self.scheduler.waiting}
+
+    def add_beams(self) -> None:
+        rng, client, name = self.rng, self.rng.choice("ab"), str(len(self.asked))
+        prompt = (rng.choice(self.bases)[: rng.randint(1, 30)])[: self.length - 13]
+        most, width = rng.randint(1, 8), rng.randint(1, 4)
+        n = rng.randint(1, width)
+        asked = request(
+            name, prompt, client, n=n, best_of=width, use_beam_search=True, max_tokens=most, ignore_eos=False,
+            priority=rng.randint(0, 2),
+        )  # fmt: skip
+        asked.cache_salt = rng.choice(SALTS)
+        for choice, (tokens, _) in enumerate(plain_search(prompt, width, n, most, self.eos)):
+            self.asked[client, name, choice] = (prompt, tokens, False)
+            self.got[client, name, choice] = []
+        self.take(self.scheduler.add(asked, 0.0))
 
     def answer(self, prompt: list[int], most: int) -> list[int]:
         wanted = continuation(prompt, most, VOCAB)
@@ -128,8 +143,10 @@ class Schedule:
         rng, scheduler = self.rng, self.scheduler
         for _ in range(rng.randint(3, 25)):
             action = rng.random()
-            if action < 0.4:
+            if action < 0.33:
                 self.add()
+            elif action < 0.4:
+                self.add_beams()
             elif action < 0.5 and self.asked:
                 client, name, choice = rng.choice(sorted(self.asked))
                 self.take(scheduler.abort(client, name, rng.choice([None, [choice]])))
