@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from octavo.engine.adapters import LoRARequest
     from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from octavo.engine.llm import LLM
     from octavo.engine.outputs import CompletionOutput, RequestOutput
     from octavo.engine.types import (
@@ -22,14 +23,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "LoRARequest", "RepetitionDetectionParams", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputsParams", "__version__",
+    "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "LoRARequest",
+    "RepetitionDetectionParams", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
+    "__version__",
 ]  # fmt: skip
 
 _LAZY = {
     "LLM": "octavo.engine.llm",
     "AsyncLLM": "octavo.engine.async_llm",
     "LoRARequest": "octavo.engine.adapters",
+    "BeamSearchOutput": "octavo.engine.beam_search",
+    "BeamSearchParams": "octavo.engine.beam_search",
     "CompletionOutput": "octavo.engine.outputs",
     "RequestOutput": "octavo.engine.outputs",
     "RepetitionDetectionParams": "octavo.engine.types",

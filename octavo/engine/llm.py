@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from octavo.config import EngineArgs
 from octavo.engine.adapters import LoRARequest
 from octavo.engine.async_llm import AsyncLLM, Prompt
+from octavo.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from octavo.engine.client import raise_if_forked
 from octavo.engine.outputs import ChoiceDelta, OutputBuilder, RequestOutput
 from octavo.engine.types import SamplingParams
@@ -66,6 +67,24 @@ class LLM:
         `AsyncLLM.add_lora` raises.
         """
         return self._wait(self._generate(_listed(prompts), sampling_params, use_tqdm, lora_request))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, lora_request: LoRA = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:  # fmt: skip
+        """The likeliest answers that a search with `params.beam_width` beams finds. Raises as `generate` does."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequest(
+                f"params is a {type(params).__name__}", fix="make it with BeamSearchParams(…)", param="params"
+            )
+
+        async def answer() -> list[BeamSearchOutput]:
+            sampling = params.sampling(self._llm.args.max_logprobs)
+            outputs = await self._generate(_listed(prompts), sampling, use_tqdm, lora_request)
+            texts = [o.prompt or await self._llm.decode(o.prompt_token_ids, True) for o in outputs]
+            return [beam_output(o, text, params) for o, text in zip(outputs, texts, strict=True)]
+
+        return self._wait(answer())
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling_params: Params = None,

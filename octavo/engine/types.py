@@ -24,7 +24,7 @@ MAX_COUNT = (1 << 31) - 1
 WITHOUT_BEAMS = (
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "stop", "min_tokens", "thinking_token_budget", "repetition_detection", "prompt_logprobs", "logprob_token_ids",
-    "stream_interval",
+    "stream_interval", "structured_outputs",
 )  # fmt: skip
 """parameters that beam search does not look at, and so refuses"""
 SEED_BITS = 63

@@ -23,9 +23,7 @@ from octavo.wire.errors import shown
 PARAMETERS = frozenset(SamplingParams.__struct_fields__) - {
     "logprobs", "prompt_logprobs", "logprob_token_ids", "output_kind", "bad_word_ids", "thinking_marks",
 }  # fmt: skip
-HARMLESS: dict[str, tuple[object, ...]] = {
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
-}  # fmt: skip
+HARMLESS: dict[str, tuple[object, ...]] = {"early_stopping": (False,)}
 """Fields of old clients that may be sent with these values, which change nothing. So may any field with null."""
 
 
@@ -42,10 +40,11 @@ class LineStream(EventStream):
 
 async def generate(serving: Serving, request: Request) -> Response:
     prompt, stream, params = _read(await json_body(request))
-    if stream and params.best_of not in (None, params.n):
+    if stream and (params.best_of not in (None, params.n) or params.use_beam_search):
+        name = "use_beam_search" if params.use_beam_search else "best_of"
         raise InvalidRequest(
-            f"best_of is {shown(params.best_of)} in a stream", limit="only without stream, or as n",
-            fix="set stream to false", param="best_of",
+            f"{name} is {shown(getattr(params, name))} in a stream", limit="only without stream, or best_of as n",
+            fix="set stream to false", param=name,
         )  # fmt: skip
     token_ids = await until_gone(request, serving.llm.encode(prompt, params=params))
     asked = Prompt(prompt, token_ids, await until_gone(request, serving.llm.check(token_ids, params)))

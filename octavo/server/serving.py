@@ -27,7 +27,8 @@ from octavo.wire.structured import structure_of
 log = logging.getLogger("octavo.server")
 PARSE_IN_THREAD_BYTES = 64 << 10
 SAMPLING_NAMES = (
-    "n", "best_of", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "n", "best_of", "use_beam_search", "length_penalty",
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
     "include_stop_str_in_output", "ignore_eos", "min_tokens", "thinking_token_budget", "logprob_token_ids",
     "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side",
@@ -95,6 +96,8 @@ class Serving:
     ) -> SamplingParams:
         """The request's own values over the model's defaults. Raises InvalidRequest."""
         values = dict(self.llm.default_params)
+        if asked.use_beam_search:  # it looks at none of the others, and refuses some
+            values = {name: value for name, value in values.items() if name == "max_tokens"}
         values.update({k: v for k in SAMPLING_NAMES if (v := getattr(asked, k)) is not None})
         if asked.repetition_detection is not None:
             values["repetition_detection"] = RepetitionDetectionParams(**asked.repetition_detection.model_dump())

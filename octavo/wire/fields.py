@@ -13,8 +13,6 @@ from octavo.wire.errors import shown
 
 SAMPLING: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto", "guidance"),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
     "watermarking": (False,),
     "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),

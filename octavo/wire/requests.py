@@ -76,6 +76,8 @@ class SamplingFields(_Strict):
     model: str | None = None
     n: Integer | None = None
     best_of: Integer | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Number | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: Integer | None = None
@@ -148,6 +150,11 @@ class SamplingFields(_Strict):
             raise InvalidRequest(
                 f"best_of is {self.best_of} in a stream", limit=f"only without stream, or as n, {self.n or 1}",
                 fix="set stream to false, as the best are known only at the end", param="best_of",
+            )  # fmt: skip
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest(
+                "use_beam_search is true in a stream", limit="only without stream",
+                fix="set stream to false, as the best are known only at the end", param="use_beam_search",
             )  # fmt: skip
         if self.logprob_token_ids is not None and not self.reports_logprobs:
             raise InvalidRequest(

@@ -100,12 +100,14 @@ def test_the_demonstration_server_answers_generate(smollm2_path):
         status, body = post(generate, {**asked, "temperature": 1, "n": 3, "seed": 5}, "k")
         every = json.loads(body)["text"]
         assert len(every) == 3
+        status, body = post(generate, {**asked, "use_beam_search": True, "n": 2, "best_of": 3}, "k")
+        assert len(set(json.loads(body)["text"])) == 2, body
         status, body = post(generate, {**asked, "temperature": 1, "best_of": 3, "seed": 5}, "k")
         assert len(json.loads(body)["text"]) == 1 and json.loads(body)["text"][0] in every
 
         for wrong, name in [
             ({"prompt": 3}, "prompt"), ({}, "prompt"), ({"stream": "yes"}, "stream"), ({"best_of": 0}, "best_of"),
-            ({"use_beam_search": True}, "use_beam_search"), ({"temperature": "hot"}, "temperature"),
+            ({"use_beam_search": True, "stream": True}, "use_beam_search"), ({"temperature": "hot"}, "temperature"),
             ({"top_p": 7}, "top_p"), ({"stop": 3}, "stop"), ({"logprobs": 2}, "logprobs"), ({"frob": 1}, "frob"),
         ]:  # fmt: skip
             status, body = post(generate, {**({"prompt": "x"} if wrong else {}), **wrong}, "k")

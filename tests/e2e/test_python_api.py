@@ -15,7 +15,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from octavo import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
 from octavo.config import EngineArgs
 from octavo.errors import InvalidRequest, ModelNotFound, UsageError
 from tests.e2e.server_process import ROOT, wait_until
@@ -43,6 +43,24 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     assert [o.outputs[0].text for o in outputs] == alone, f"OCTAVO_SEED={SEED}"
     ids = [{"prompt_token_ids": o.prompt_token_ids} for o in outputs]
     assert [o.outputs[0].text for o in llm.generate(ids, GREEDY)] == alone
+
+
+def test_beam_search_gives_the_likeliest_the_best_first(llm):
+    ids = llm.generate(PROMPTS[1], GREEDY)[0].prompt_token_ids
+    outputs = llm.beam_search([PROMPTS[0], {"prompt_token_ids": ids}], BeamSearchParams(beam_width=3, max_tokens=7))
+    for prompt, output in zip(PROMPTS, outputs, strict=False):
+        scores = [one.cum_logprob / len(one.tokens) for one in output.sequences]
+        assert scores == sorted(scores, reverse=True)
+        assert len({one.text for one in output.sequences}) == 3
+        for one in output.sequences:
+            assert one.text.startswith(prompt)
+            chosen = [position[token].logprob for position, token in
+                      zip(one.logprobs, one.tokens[-len(one.logprobs) :], strict=True)]  # fmt: skip
+            assert one.finish_reason == "stop" or sum(chosen) == pytest.approx(one.cum_logprob)
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.beam_search(PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=3, temperature=0.5))
+    with pytest.raises(InvalidRequest, match="BeamSearchParams"):
+        llm.beam_search(PROMPTS[0], GREEDY)
 
 
 def test_each_prompt_may_have_its_own_parameters(llm):
