@@ -88,6 +88,7 @@ class DraftCaches:
                     self.of_layer[layer] = device.allocate_kv(own.spec, blocks, layout.page_size, dtype, quantized)
         self.in_order = [self.of_layer[layer] for layer in sorted(self.of_layer)]
         model.scale_caches(self.in_order)
+        model.scale_caches(self.in_order)
 
     def of_group(self, group: int) -> list[KVCache]:
         """Caches whose blocks lie where those of the model's KV group lie."""
@@ -100,10 +101,11 @@ class DraftModelProposer:
     def __init__(
         self, speculation: Speculation, model: Decoder, device: Device, caches: DraftCaches, builder: BatchBuilder,
         sampler: Sampler, page_size: int, max_model_len: int, vocab_size: int,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:  # fmt: skip
         self._model, self._device, self._caches = model, device, caches
         self._builder, self._sampler, self._page_size = builder, sampler, page_size
-        self._lengths = DraftLengths(speculation, max_model_len)
+        self._lengths = DraftLengths(speculation, max_model_len, eos_token_ids)
         self._spare = spare_blocks(speculation, page_size)
         self._vocab_size = vocab_size
 
@@ -139,7 +141,8 @@ class DraftModelProposer:
             for place, guess in zip(drafting.tolist(), guesses, strict=True):
                 if guess is not None:
                     drafts[place].append(guess)
-                    going_on += [place] if counts[place] > step + 1 else []
+                    over = step + 1 == counts[place] or self._lengths.ends(rows[place], guess)
+                    going_on += [] if over else [place]
             if not going_on:
                 break
             drafting = np.array(going_on)

@@ -6,7 +6,7 @@ shrink to what was right, and rest for ever longer while none is. This looks at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from octavo.config import Speculation
@@ -60,10 +60,12 @@ class Pace:
 class DraftLengths:
     """The pace of every row, and the limit on the batch."""
 
-    def __init__(self, speculation: Speculation, max_model_len: int) -> None:
+    def __init__(self, speculation: Speculation, max_model_len: int, eos_token_ids: Iterable[int] = ()) -> None:
         self._most, self._max_model_len = speculation.num_speculative_tokens, max_model_len
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._most_sequences = speculation.disable_by_batch_size
         self._paces: dict[int, Pace] = {}
+        self._ends: dict[int, frozenset[int]] = {}
 
     def add(self, row: int, new: NewSequence) -> None:
         most_tokens = new.sampling.max_tokens
@@ -71,9 +73,16 @@ class DraftLengths:
         if most_tokens is not None:
             limit = min(limit, len(new.prompt_token_ids) + most_tokens)
         self._paces[row] = Pace(self._most, limit)
+        eos = frozenset[int]() if new.sampling.ignore_eos else self._eos_token_ids
+        self._ends[row] = eos.union(new.sampling.stop_token_ids)
 
     def remove(self, row: int) -> None:
         self._paces.pop(row, None)
+        self._ends.pop(row, None)
+
+    def ends(self, row: int, token: int) -> bool:
+        """Whether the answer is likely to end with that token, so that there is nothing to guess after it."""
+        return token in self._ends[row]
 
     def of(self, chunks: Sequence[Chunk], rows: Sequence[int], given: Sequence[Given]) -> list[int]:
         """For each chunk, how many tokens to guess after what it gave."""

@@ -6,7 +6,7 @@ No torch. An index of the row's own tokens grows with them, so a step costs the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from octavo.config import Speculation
 from octavo.engine.drafting import DraftLengths, Given
@@ -69,9 +69,9 @@ class TokenIndex:
 class NgramProposer:
     """Implements `drafting.Proposer`."""
 
-    def __init__(self, speculation: Speculation, max_model_len: int) -> None:
+    def __init__(self, speculation: Speculation, max_model_len: int, eos_token_ids: Iterable[int] = ()) -> None:
         self._least, self._most = speculation.prompt_lookup_min, speculation.prompt_lookup_max
-        self._lengths = DraftLengths(speculation, max_model_len)
+        self._lengths = DraftLengths(speculation, max_model_len, eos_token_ids)
         self._index: dict[int, TokenIndex] = {}
 
     def add(self, row: int, new: NewSequence) -> None:
@@ -90,5 +90,6 @@ class NgramProposer:
         for chunk, row, tokens, count in zip(chunks, rows, given, counts, strict=True):
             self._index[row].extend(tokens or ())
             if count and (guessed := self._index[row].guess(count)):
-                drafts[chunk.sequence_id] = guessed
+                end = next((i for i, token in enumerate(guessed) if self._lengths.ends(row, token)), count)
+                drafts[chunk.sequence_id] = guessed[: end + 1]
         return drafts

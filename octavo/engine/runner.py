@@ -60,14 +60,14 @@ class Runner:
         moved = [[self._kv[layer] for layer in group.layers] for group in model.kv_groups]
         self._proposer: Proposer | None = None
         if rank == 0 and speculation is not None and draft_model is None:
-            self._proposer = NgramProposer(speculation, max_model_len)
+            self._proposer = NgramProposer(speculation, max_model_len, eos_token_ids)
         elif rank == 0 and speculation is not None and draft_model is not None:
             caches = DraftCaches(draft_model, device, layout, dtype, quantized, max_num_seqs, speculation)
             for group, mine in enumerate(moved):
                 mine += caches.of_group(group)
             self._proposer = DraftModelProposer(
                 speculation, draft_model, device, caches, self._builder, self._sampler, layout.page_size,
-                max_model_len, vocab_size,
+                max_model_len, vocab_size, eos_token_ids,
             )  # fmt: skip
         self.store = BlockStore(device, moved, host_slots or (0,) * len(moved))
 

@@ -10,9 +10,12 @@ from octavo.backends.kv import FullAttention, KVGroup, SlidingWindow
 from octavo.config import Speculation
 from octavo.engine.draft_model import place_layers
 from octavo.engine.drafting import FIRST_REST, Pace
+from octavo.engine.grammar import Compiler
 from octavo.engine.ngram import TokenIndex
+from octavo.engine.types import StructuredOutputsParams
 from octavo.errors import UsageError
 from tests.engine.tiny import VOCAB, LocalEngine, request, tokens_of, write_llama
+from tests.engine.tiny_words import EOS, tiny_tokenizer
 from tests.matrix import SEED, sample
 
 SAY_SEED = f"OCTAVO_SEED={SEED}"
@@ -159,6 +162,26 @@ def test_sliding_windows(mistral, llama, small_llama):
     assert engine.scheduler.stats.accepted_tokens == engine.scheduler.stats.draft_tokens > 0
     with pytest.raises(UsageError, match="looks back at all tokens; limit: 9 tokens"):
         LocalEngine(mistral, speculation=drafts_of(small_llama), **shape)
+
+
+def test_structured_output_with_a_draft_model(llama, small_llama, rng):
+    """Its guesses keep to the grammar as well: one that equals the model is always right."""
+    compiler = Compiler(lambda: tiny_tokenizer(random.Random(SEED)), VOCAB, (EOS,))
+    shape = {"device_name": "cpu", "page_size": 16, "compiler": compiler}
+    asked = [
+        request(str(i), [rng.randrange(3, VOCAB) for _ in range(9)], 40, ignore_eos=False, temperature=1.0, seed=i,
+                logprobs=2, structured_outputs=StructuredOutputsParams(**fields), **more)
+        for i, (fields, more) in enumerate([
+            ({"regex": "[a-z]{4}(=[0-9]{3},[a-d]{2}){1,5}"}, {}), ({"choice": ("yes, yes", "no")}, {"n": 2}),
+            ({"json": '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'}, {}),
+            ({"regex": "(ab|cd){6}[0-9]{9}"}, {"frequency_penalty": 0.5, "allowed_token_ids": tuple(range(EOS, 150))}),
+        ])
+    ]  # fmt: skip
+    expected = contents(LocalEngine(llama, **shape).run(*asked))
+    for spec in (ngram(), drafts_of(small_llama), drafts_of(llama, 6)):
+        engine = LocalEngine(llama, speculation=spec, **shape)
+        assert contents(engine.run(*asked)) == expected, f"{SAY_SEED}, {spec}"
+    assert engine.scheduler.stats.accepted_tokens == engine.scheduler.stats.draft_tokens > 0, SAY_SEED
 
 
 def test_layers_of_a_draft_model_use_blocks_that_last_long_enough():
