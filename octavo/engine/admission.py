@@ -139,6 +139,11 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPara
             f"thinking_token_budget is {params.thinking_token_budget}, and this model has no tokens for thinking",
             limit=" or ".join(start for start, _ in THINKING_MARKS), fix="leave it out", param="thinking_token_budget",
         )  # fmt: skip
+    if marks is not None and params.structured_outputs is not None:
+        raise InvalidRequest(
+            f"thinking_token_budget is {params.thinking_token_budget} with structured output", limit="one of the two",
+            fix="leave one out, as the grammar holds from the first token on", param="thinking_token_budget",
+        )  # fmt: skip
     return msgspec.structs.replace(params, bad_word_ids=words, thinking_marks=marks)
 
 

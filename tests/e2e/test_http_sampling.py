@@ -216,3 +216,23 @@ def test_no_token_left_is_the_requests_fault(free):
     assert status == 400 or (status == 200 and raw.rstrip().endswith(b"data: [DONE]")), (
         "200 once the first token is out"
     )
+
+
+def test_many_at_once_through_the_openai_client(openai_client):
+    """In a chat, streamed and whole: the same tokens, all of them allowed."""
+    allowed = [EOS, *RNG.sample(range(100, 40000), 30)]
+    extra = {
+        "allowed_token_ids": allowed, "bad_words": ["the"], "min_tokens": 9, "repetition_penalty": 1.3, "top_k": 20,
+        "repetition_detection": {"max_pattern_size": 3, "min_count": 21}, "min_p": 0.001, "return_token_ids": True,
+        "truncate_prompt_tokens": 30, "stream_interval": 4, "session_id": "s", "spaces_between_special_tokens": False,
+    }  # fmt: skip
+    asked = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a story. " * 20}], "max_tokens": 20,
+             "temperature": 1.0, "seed": RNG.randrange(1 << 30), "logit_bias": {str(allowed[1]): 3}}  # fmt: skip
+    whole = openai_client.chat.completions.create(**asked, extra_body=extra)
+    assert whole.usage.prompt_tokens == 30
+    ids = whole.choices[0].model_extra["token_ids"]
+    assert len(ids) >= 9 and set(ids) <= set(allowed) and EOS not in ids[:9], NOTE
+    streamed = list(openai_client.chat.completions.create(**asked, stream=True, extra_body=extra))
+    assert [t for c in streamed for t in c.choices[0].model_extra.get("token_ids", ())] == ids, NOTE
+    text = "".join(c.choices[0].delta.content or "" for c in streamed)
+    assert text == whole.choices[0].message.content

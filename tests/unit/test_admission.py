@@ -9,7 +9,12 @@ import pytest
 
 from octavo.engine import admission
 from octavo.engine.text_work import Cut
-from octavo.engine.types import RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from octavo.engine.types import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from octavo.errors import InvalidRequest
 from octavo.text import from_gguf
 from octavo.text.tokenizer import load_tokenizer
@@ -132,6 +137,9 @@ def test_thinking_marks_are_the_models(tokenizer):
     count = len(tokens)
     assert admission.with_token_ids(asked, thinker).thinking_marks == (count, count + 1)
     assert admission.with_token_ids(SamplingParams(), thinker).thinking_marks is None
+    both = SamplingParams(thinking_token_budget=5, structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(InvalidRequest, match="with structured output"):
+        admission.with_token_ids(both, thinker)
 
 
 def test_what_the_caller_says_of_token_ids_does_not_count(tokenizer):
