@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -113,8 +114,12 @@ class Masks:
         self._width = -(-compiler.vocab_size // 32)
         self.places: dict[int, Place] = {}
         self._helper = ThreadPoolExecutor(1, "octavo-masks")
-        self._executor = LLExecutor(MASK_THREADS)
         self._job: Future[dict[int, Bits]] | None = None
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        """Has threads of its own, so it is made for the first grammar."""
+        return LLExecutor(MASK_THREADS)
 
     def __bool__(self) -> bool:
         return bool(self.places)

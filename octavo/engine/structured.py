@@ -21,6 +21,8 @@ MAX_CHOICES = 4096
 MAX_KNOWN = 128
 """grammars found to be good that are not checked again"""
 MAX_WAITING = 64
+LONGEST_CAUSE = 300
+"""characters of llguidance's words in an error; they may quote a whole regex"""
 _KEYS = re.compile(r'^Unimplemented keys: \["([^"]+)"')
 
 
@@ -163,7 +165,7 @@ def explained(fault: str, kind: str, name: str, schema: Schema | None) -> Invali
         return unsupported(schema, found[1], name)
     lines = [line.strip() for line in fault.replace("<non-verbose/>", "").splitlines()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    cause = errors[0] if errors else lines[0]
+    cause = (errors[0] if errors else lines[0])[:LONGEST_CAUSE]
     keyword = None if schema is None else keyword_in(fault)
     place = "" if schema is None or keyword is None else where(schema, keyword, fault)
     if cause.startswith("oneOf "):

@@ -174,6 +174,7 @@ for _ in range(300):
     ({"json": {"a": {"const": "x" * MAX_BYTES}}}, f"limit: {MAX_BYTES}"), ({"regex": "a" * (MAX_BYTES + 1)}, "bytes"),
     ({"json": {"const": "\ud800"}}, "is no JSON"),
     ({"regex": "(a"}, "structured_outputs.regex cannot be used: unclosed"),
+    ({"grammar": "start: " + "x" * 5000}, "xxx; fix"),
     ({"regex": r"a\b"}, "lookarounds not supported"), ({"choice": ()}, "holds 0 texts"),
     ({"choice": tuple(map(str, range(MAX_CHOICES + 1)))}, f"limit: 1 to {MAX_CHOICES}"),
     ({"grammar": "start: b"}, "unknown name"), ({"grammar": ""}, "Empty grammar"),

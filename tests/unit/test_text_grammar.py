@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 import tokenizers
 from llguidance import LLMatcher
@@ -24,6 +30,7 @@ from tests.unit.test_text_sentencepiece import library, metadata  # noqa: F401
 
 RNG = random.Random(SEED)
 SAY_SEED = f"OCTAVO_SEED={SEED}"
+WITH_PATH = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 EXTRA = 37
 """ids that a model's padded vocabulary has and its tokenizer does not"""
 
@@ -195,3 +202,21 @@ def test_deep_grammars_harm_nobody(check, nested):
     with suppress(TooMuch):
         assert "error" in check.ask(nested, False)
     assert "grammar" in check.ask(from_regex("a+"), False)
+
+
+PARENT = """
+import sys
+from octavo.text.grammar_check import GrammarCheck
+check = GrammarCheck({}, 300)
+check.ask("start: /a/", False)
+print(check._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_checker_ends_with_a_killed_parent():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=PIPE, stdout=PIPE, env=WITH_PATH) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert child.wait(10) is None or not child.is_running()
