@@ -97,7 +97,10 @@ class BeamGroup:
         self.request, self._first = request, first
         self.search = BeamSearch(prompt, asked, eos, most if asked.max_tokens is None else min(most, asked.max_tokens))
         self.sampling = SamplingParams(
-            temperature=0.0, max_tokens=asked.max_tokens, logprobs=max(2 * self.search.width, asked.logprobs or 0)
+            use_beam_search=True,
+            temperature=0.0,
+            max_tokens=asked.max_tokens,
+            logprobs=max(2 * self.search.width, asked.logprobs or 0),
         )
         """what the runners are told"""
         self.members: dict[Sequence, Beam] = {first: Beam()}

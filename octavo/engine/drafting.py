@@ -72,6 +72,8 @@ class DraftLengths:
         limit = self._max_model_len
         if most_tokens is not None:
             limit = min(limit, len(new.prompt_token_ids) + most_tokens)
+        if new.sampling.use_beam_search:  # what is sampled is not what follows
+            limit = 0
         self._paces[row] = Pace(self._most, limit)
         eos = frozenset[int]() if new.sampling.ignore_eos else self._eos_token_ids
         self._ends[row] = eos.union(new.sampling.stop_token_ids)
