@@ -48,7 +48,7 @@ class Sequence:
     drafting: bool = False
     """a chunk with drafts is under way: how many tokens it gives is not known"""
     epoch: int = 0
-    """times that it was preempted; what a step computed in another epoch is gone"""
+    """times that it started over; what a step computed in another epoch is gone"""
     swapped: Swapped | None = None
     """while it waits after a preemption: where what it had computed lies"""
     fetch: Fetch | None = None

@@ -8,7 +8,7 @@ OCTAVO_FULL=1. The kernels have no captured form of a step; one that comes inher
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -64,14 +64,16 @@ class Lab:
 
     def run(
         self, requests: list[Request], *, blocks: int = 2000, chunk: int = 0, caching: bool = False, rounds: int = 1,
-        disturb: Callable[[Scheduler], None] | None = None, overlapped: bool = False,
+        disturb: Callable[[Scheduler], None] | None = None, overlapped: bool = False, host_slots: int = 0,
     ) -> tuple[Answers, Scheduler]:  # fmt: skip
         """The answers of the last round."""
-        self.worker.prepare(Prepare(PAGE, (blocks,), LONGEST))
+        self.worker.prepare(Prepare(PAGE, (blocks,), LONGEST, (host_slots,) if host_slots else ()))
         scheduler = Scheduler(
             self.worker.layout, max_num_seqs=SEQS, max_num_batched_tokens=2048, max_model_len=LONGEST, vocab_size=VOCAB,
             eos_token_ids=(), long_prefill_token_threshold=chunk, enable_prefix_caching=caching,
+            host=self.worker.store if host_slots else None,
         )  # fmt: skip
+        scheduler.tiers.speed.host.note(1e15, 1e-9)  # moving costs nothing, so that a sequence is swapped if it can be
         for _ in range(rounds):
             answers = self._round(scheduler, requests, disturb, overlapped)
         return answers, scheduler
@@ -141,19 +143,22 @@ def test_in_chunks(lab, requests, alone, chunk):
     same(alone, lab.run(requests, chunk=chunk)[0], f"in chunks of {chunk}")
 
 
-@pytest.mark.parametrize("caching", [False, True], ids=["recompute", "recompute-cached"])
-def test_preempted_twice_or_more(lab, requests, alone, caching):
-    preempted: dict[str, int] = {}
+@pytest.mark.parametrize("host_slots", [0, 4000], ids=["recompute", "swap"])
+@pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
+def test_preempted_twice_or_more(lab, requests, alone, caching, host_slots):
+    preempted: Counter[str] = Counter()
 
     def twice(scheduler: Scheduler) -> None:
-        for sequence in [s for s in scheduler.running if len(s.output_token_ids) in (1, 3)]:
-            if sequence.epoch < 2 and len(sequence.output_token_ids) >= 2 * sequence.epoch + 1:
+        for sequence in list(scheduler.running):
+            name, length = sequence.request.request_id, len(sequence.output_token_ids)
+            if length >= 1 + 2 * preempted[name] and preempted[name] < 2:
                 scheduler.preempt(sequence)
-        preempted.update((s.request.request_id, s.epoch) for s in scheduler.running + scheduler.waiting)
+                preempted[name] += 1
 
-    answers, scheduler = lab.run(requests, blocks=80, caching=caching, disturb=twice)
+    answers, scheduler = lab.run(requests, blocks=80, caching=caching, disturb=twice, host_slots=host_slots)
     assert all(preempted[r.request_id] >= 2 for r in requests), SAY_SEED
     assert scheduler.stats.preemptions >= 2 * len(requests)
+    assert (scheduler.stats.preemptions_swapped > len(requests)) == bool(host_slots)
     same(alone, answers, "preempted")
 
 
