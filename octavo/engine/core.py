@@ -36,7 +36,8 @@ from octavo.engine.messages import (
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import SequenceFault, StepPlan, StepResult, fill_in
 from octavo.engine.process import end_with_parent, log_to_stderr, read_settings, remove_directory
-from octavo.engine.scheduler import Events, Scheduler
+from octavo.engine.roster import Events
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.tiers import HostMemory
 from octavo.engine.types import MAX_CHOICES, Request, StructuredOutputsParams, TokenEvent
 from octavo.errors import EngineDead, OctavoError, Overloaded, UsageError, to_wire

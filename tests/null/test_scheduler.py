@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from octavo.backends.kv import FullAttention, SlidingWindow
 from octavo.engine.pages import KVLayout
 from octavo.engine.plan import StepPlan, StepResult, fill_in
-from octavo.engine.scheduler import Events, Scheduler
+from octavo.engine.roster import Events
+from octavo.engine.scheduler import Scheduler
 from octavo.engine.types import Request, SamplingParams, TokenEvent
 from octavo.errors import InvalidRequest, OctavoError, Overloaded
 from tests.null.memory import NullRunner, continuation

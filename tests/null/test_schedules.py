@@ -11,7 +11,7 @@ import pytest
 
 from octavo.backends.kv import FullAttention, SlidingWindow
 from octavo.engine.plan import COPY, LOAD, StepPlan, StepResult, fill_in
-from octavo.engine.scheduler import Events
+from octavo.engine.roster import Events
 from octavo.engine.types import TokenEvent
 from octavo.errors import OctavoError
 from tests.matrix import SEED, sample
