@@ -72,7 +72,7 @@ class AdapterLoader:
         first = 0
         for target in targets:
             last = first + target.rank
-            a, b = self._read(adapter, target.a), self._read(adapter, target.b) * target.scale
+            a, b = self._read(adapter, target.a, 1.0), self._read(adapter, target.b, target.scale)
             before = sum(part.shape[0] for part in parameter.parts[: target.part])
             if parameter.shard == "out":
                 b, before = self._mine(b, 0), before // self.group.size
@@ -80,15 +80,20 @@ class AdapterLoader:
                 a = self._mine(a, 1)
             down[first:last] = a
             up[before : before + b.shape[0], first:last] = b
-            self._check_finite(adapter, target.a, down[first:last])
-            self._check_finite(adapter, target.b, up[before : before + b.shape[0], first:last])
             first = last
         return LowRank(self._pack(down), self._pack(up))
 
-    def _read(self, adapter: AdapterFile, tensor: str) -> Tensor:
+    def _read(self, adapter: AdapterFile, tensor: str, scale: float) -> Tensor:
+        """All of it, so that every rank finds the same fault. Scaled in float32 and rounded once."""
         info = adapter.file.tensors[tensor]
-        whole = torch.empty(info.shape)
-        read_into(whole, adapter.file.data(tensor), info.type)
+        wide = torch.empty(info.shape)
+        read_into(wide, adapter.file.data(tensor), info.type)
+        whole = wide.mul_(scale).to(self.dtype)
+        if not whole.isfinite().all():
+            raise BadModelFile(
+                f"{adapter.path}: tensor {tensor!r} holds NaN, infinity, or more than "
+                f"{str(self.dtype).removeprefix('torch.')} can", fix="train or export the adapter again",
+            )  # fmt: skip
         return whole
 
     def _mine(self, whole: Tensor, dim: int) -> Tensor:
@@ -96,10 +101,3 @@ class AdapterLoader:
 
     def _pack(self, weight: Tensor) -> PackedLinear:
         return self.device.ops.pack_linear(self.device.upload(weight), None, lasting=False)
-
-    def _check_finite(self, adapter: AdapterFile, tensor: str, values: Tensor) -> None:
-        if not values.isfinite().all():
-            raise BadModelFile(
-                f"{adapter.path}: tensor {tensor!r} holds NaN, infinity, or more than "
-                f"{str(self.dtype).removeprefix('torch.')} can", fix="train or export the adapter again",
-            )  # fmt: skip
