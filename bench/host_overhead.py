@@ -1,7 +1,8 @@
 """What a step costs the host: the engine's loop on the device that computes nothing. python -m bench.host_overhead
 
 All of the loop counts: taking in messages, planning, building the batch, the state of penalties and sampling,
-committing, encoding and sending. Each figure is the median over the steps in which all sequences generate.
+committing, encoding and sending. Each figure is the median over the steps in which all sequences generate,
+and "cpu" the CPU time of all threads, which tells more where others use the machine too.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import platform
 import random
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.local_engine import Steps, measure, simulated_config, start
+from bench.local_engine import MemoryLinks, Steps, measure, simulated_config, start
+from octavo.engine.core import Engine
 from octavo.engine.types import Request, SamplingParams
 
 SEQUENCES = (1, 64, 256)
@@ -26,6 +29,9 @@ GREEDY = {"temperature": 0.0}
 SAMPLED = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1,
 }  # fmt: skip
+COLD = (256, 128)
+"""tokens of prompt and answer, about as many as in a mix of chat and code"""
+COLD_ROUNDS = 21
 MODES = {"greedy": GREEDY, "sampled, penalties": SAMPLED}
 
 
@@ -58,7 +64,8 @@ def cells(config, executor, arguments):
                 ]
                 medians = [statistics.median(run.of(count)) for run in runs]
                 best: Steps = runs[medians.index(min(medians))]
-                parts = {name: best.part(name, count) * 1e6 for name in best.parts}
+                columns = {"cpu": best.cpu_seconds, **best.parts}
+                parts = {name: statistics.median(best.of(count, spent)) * 1e6 for name, spent in columns.items()}
                 growth = quarter_growth(best.of(count))
                 yield {
                     "sequences": count, "mode": mode, "prompt": prompt, "output": output, "us": min(medians) * 1e6,
@@ -66,17 +73,20 @@ def cells(config, executor, arguments):
                 }  # fmt: skip
 
 
-def cold_cost(folder: Path, arguments) -> dict[str, float]:
-    """Host seconds of traffic without common prefixes, with the prefix cache and without, in turns."""
+def cold_cost(folder: Path, rounds: int) -> dict[str, float]:
+    """CPU seconds of traffic without common prefixes, with the prefix cache and without, in turns."""
     totals: dict[bool, list[float]] = {True: [], False: []}
     engines = {}
     for cached in totals:
         config = simulated_config(folder, enable_prefix_caching=cached, async_scheduling=False)
         engines[cached] = (config, start(config, str(folder)))
-    for _ in range(2 * arguments.rounds + 1):
-        asked = requests(128, 1000, 64, "sampled, penalties")
-        for cached, (config, executor) in engines.items():
-            totals[cached].append(sum(measure(config, executor, asked).seconds))
+    for turn in range(rounds):
+        asked = requests(128, *COLD, "sampled, penalties")
+        for cached, (config, executor) in sorted(engines.items(), reverse=turn % 2 == 0):
+            engine = Engine(config, MemoryLinks(asked), executor)
+            began = time.process_time()
+            engine.run()
+            totals[cached].append(time.process_time() - began)
     ratios = [on / off for on, off in zip(totals[True], totals[False], strict=True)]
     return {"with": min(totals[True]), "without": min(totals[False]), "ratio": statistics.median(ratios)}
 
@@ -106,14 +116,14 @@ def main() -> None:
             )  # fmt: skip
         Console(width=140).print(table)
         if not arguments.no_cold:
-            cold = cold_cost(folder, arguments)
+            cold = cold_cost(folder, COLD_ROUNDS)
             print(f"prefix cache, cold traffic: {(cold['ratio'] - 1) * 100:+.1f} % of host time")
     if arguments.json:
         facts = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
         arguments.json.write_text(json.dumps({**facts, "steps": results, "cold": cold}, indent=1))
 
 
-PARTS = ("receive", "plan", "run", "commit", "send")
+PARTS = ("cpu", "receive", "plan", "run", "commit", "send")
 
 if __name__ == "__main__":
     main()

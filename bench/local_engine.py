@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,15 +44,13 @@ class Steps:
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    """of all threads, which others on the machine disturb less"""
     parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def of(self, tokens: int) -> list[float]:
-        """Seconds of the steps with just so many tokens: those in which all of so many sequences generate."""
-        return [s for s, n in zip(self.seconds, self.tokens, strict=True) if n == tokens]
-
-    def part(self, name: str, tokens: int) -> float:
-        """Median seconds of one part in these steps."""
-        return statistics.median(s for s, n in zip(self.parts[name], self.tokens, strict=True) if n == tokens)
+    def of(self, tokens: int, seconds: list[float] | None = None) -> list[float]:
+        """The `seconds` of the steps with just so many tokens: those in which all of so many sequences generate."""
+        return [s for s, n in zip(seconds or self.seconds, self.tokens, strict=True) if n == tokens]
 
 
 class TimedEngine(Engine):
@@ -68,7 +65,7 @@ class TimedEngine(Engine):
             (self.scheduler, "commit", "commit"), (self, "_send_events", "send"),
         ):  # fmt: skip
             setattr(owner, name, self._timed(getattr(owner, name), part))
-        self._turn_began = time.perf_counter()
+        self._turn_began, self._cpu_began = time.perf_counter(), time.process_time()
         super().run()
 
     def _timed(self, call: Callable, part: str) -> Callable:
@@ -87,15 +84,16 @@ class TimedEngine(Engine):
         return timed
 
     def _end_turn(self) -> None:
-        now, stats = time.perf_counter(), self.scheduler.stats
+        now, cpu, stats = time.perf_counter(), time.process_time(), self.scheduler.stats
         if stats.steps > self._last_count:
             self.steps.tokens.append((stats.step_tokens - self._last_tokens) // (stats.steps - self._last_count))
             self.steps.seconds.append(now - self._turn_began)
+            self.steps.cpu_seconds.append(cpu - self._cpu_began)
             for part, spent in self._spent.items():
                 self.steps.parts[part].append(spent)
         self._last_count, self._last_tokens = stats.steps, stats.step_tokens
         self._spent = dict.fromkeys(self._spent, 0.0)
-        self._turn_began = now
+        self._turn_began, self._cpu_began = now, cpu
 
 
 def simulated_config(folder: Path, **settings) -> EngineConfig:
@@ -121,7 +119,7 @@ def measure(config: EngineConfig, executor: RankExecutor, requests: list[Request
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as directory, _client(directory, requests):
         links = Links(directory, config.max_unacked_messages)
         engine = TimedEngine(config, links, executor)
-        links.ready(executor.facts)
+        links.ready(executor.facts, [])
         try:
             engine.run()
         finally:

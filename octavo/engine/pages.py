@@ -22,6 +22,8 @@ from octavo.engine.pool import BlockPool
 from octavo.engine.prefix import ChainKeys
 
 FREED = -1
+REGISTERED_AT_ONCE = 8
+"""blocks of an answer; one by one they cost the host twice as much"""
 ELSEWHERE = -2
 """in a `Start`: the content lies in another tier"""
 
@@ -56,7 +58,7 @@ class BlockTables:
     num_registered: int = 0
     """leading blocks that need not be registered any more"""
     full_at: int = 0
-    """once so many tokens are computed, there may be a block to register"""
+    """once so many tokens are computed, there are `REGISTERED_AT_ONCE` blocks to register"""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class KVBlocks:
     def register(self, held: BlockTables, keys: ChainKeys, num_computed: int) -> None:
         """Lets the blocks that `num_computed` tokens fill be found; these tokens are final, and in the cache."""
         start, end = held.num_registered, num_computed // self.layout.page_size
-        held.full_at = (max(start, end) + 1) * self.layout.page_size
+        held.full_at = (max(start, end) + REGISTERED_AT_ONCE) * self.layout.page_size
         if start >= end:
             return
         new = keys.between(start, end)

@@ -64,5 +64,6 @@ class ChainKeys:
 
     def follow(self, other: ChainKeys, num_blocks: int) -> None:
         """Takes over what is computed of the keys of a sequence whose first `num_blocks` blocks are the same."""
-        if self._root == other._root and len(self._keys) < num_blocks:
-            self._keys = other._keys[:num_blocks]
+        theirs = other._keys[:num_blocks]
+        if self._root == other._root and len(self._keys) < len(theirs):
+            self._keys = theirs

@@ -113,6 +113,7 @@ class Scheduler(Roster):
     def preempt(self, sequence: Sequence) -> None:
         """Takes the blocks of a running sequence; it waits and goes on later."""
         self.running.remove(sequence)
+        self._register(sequence)
         drafting = sequence.drafting  # then it is not known how much it has
         swapped = None if drafting else self.tiers.swap_out(sequence.held, sequence.num_planned_tokens)
         self.blocks.release(sequence.held)
@@ -331,7 +332,7 @@ class Scheduler(Roster):
             if reason is not None:
                 break
         self.stats.generation_tokens += len(event.token_ids)
-        if sequence.num_computed_tokens >= sequence.held.full_at:
+        if first or reason is not None or sequence.num_computed_tokens >= sequence.held.full_at:
             self._register(sequence)
         if sequence.prompt_logprobs is not None:
             event.prompt_logprobs = [None, *sequence.prompt_logprobs]
