@@ -232,7 +232,7 @@ class Roster:
         self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)
         self.stats.blocks_used = self.blocks.num_used
         self.stats.rejected = dict(self.queue.rejected)
-        if self.adapters:
+        if self.adapters or self.stats.adapters_running or self.stats.adapters_waiting:
             self.stats.adapters_running, self.stats.adapters_waiting = map(adapter_names, (self.running, self.waiting))
         self.tiers.fill_in(self.stats)
         return self.stats

@@ -107,8 +107,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag("--seed", "seed", int, "Seed for requests that bring none."),
     ),
     "Adapters (LoRA)": (
-        Flag("--enable-lora", "enable_lora", bool, "Accept adapters.", switch=True),
-        Flag("--lora-modules", "lora_modules", str, "Adapter to load at start.", many=True, metavar="NAME=PATH"),
+        Flag("--enable-lora", "enable_lora", bool,
+             "Let clients load adapters (PEFT) from folders that the server can read.", switch=True),
+        Flag("--lora-modules", "lora_modules", str, "Adapter to load at start; enough by itself.", many=True,
+             metavar="NAME=PATH|JSON"),
         Flag("--max-loras", "max_loras", int, "Adapters loaded at once."),
         Flag("--max-lora-rank", "max_lora_rank", int, "Highest rank of an adapter."),
     ),

@@ -39,6 +39,7 @@ _ROPE = "the scaling of positions comes from the model's own config.json; change
 _REVISION = "revisions are not looked up; download that revision and give its folder as the model"
 _TLS = "the server speaks plain HTTP; end TLS in a proxy before it"
 _IMAGES = "only text models are served in this version; remove the flag"
+_ADAPTER_TOKENS = "adapters with tokens of their own are not supported; remove the flag"
 _NO_CODE = "code from a model's repository is never run; leave the flag out"
 _RECOMPUTE = "a preempted sequence is swapped or recomputed, whichever is faster; leave the flag out"
 _BLOCKS = "paged block tables are the only memory manager; leave the flag out"
@@ -74,6 +75,15 @@ OLD_FLAGS = (
             "the engine always runs in a process of its own; leave the flag out"),
     OldFlag("--disable-async-output-proc", "none", "no-op", "text is always made in the API process; leave it out"),
     OldFlag("--block-allocator", "one", "no-op", _BLOCKS),
+    OldFlag("--max-cpu-loras", "one", "no-op", "--max-loras says how many adapters are loaded; leave the flag out"),
+    OldFlag("--fully-sharded-loras", "none", "no-op", "ranks share adapters as they share the model; leave it out"),
+    OldFlag("--lora-dtype", "one", "refuse", "adapters are computed in the model's dtype; remove the flag", ("auto",)),
+    OldFlag("--lora-extra-vocab-size", "one", "refuse", _ADAPTER_TOKENS, ("0", "256")),
+    OldFlag("--long-lora-scaling-factors", "one", "refuse", "an adapter cannot lengthen the context; remove the flag"),
+    OldFlag("--enable-lora-bias", "none", "refuse", "adapters with biases are not supported; remove the flag"),
+    OldFlag("--enable-prompt-adapter", "none", "refuse", "the only adapters are LoRA: use --enable-lora"),
+    OldFlag("--max-prompt-adapters", "one", "refuse", "the only adapters are LoRA: use --max-loras"),
+    OldFlag("--max-prompt-adapter-token", "one", "refuse", "the only adapters are LoRA; remove the flag"),
     OldFlag("--load-format", "one", "refuse",
             "weights are read from GGUF or safetensors; convert them", ("auto", "safetensors", "gguf")),
     OldFlag("--tokenizer-mode", "one", "refuse", "only fast tokenizers are used; remove the flag", ("auto", "hf")),
