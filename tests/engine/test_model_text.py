@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from octavo.config import EngineArgs
 from octavo.engine.model_text import prepare
-from octavo.errors import BadModelFile, UsageError
+from octavo.errors import BadModelFile, ModelNotFound, UsageError
 from tests.engine import tiny
 from tests.matrix import SEED
 
@@ -65,3 +66,20 @@ def test_a_tokenizer_with_far_fewer_tokens_is_told(model, tokenizer, caplog):
 def test_ranks_that_cannot_share_the_model(model, tokenizer, ranks):
     with pytest.raises(UsageError, match=f"--tensor-parallel-size {ranks} does not divide .*fix: use 1 or 2$"):
         prepare(args(model, tokenizer(100), tensor_parallel_size=ranks), None)
+
+
+def test_a_draft_model_must_have_the_same_tokens(model, tokenizer, tmp_path_factory):
+    draft = tiny.write_llama(tmp_path_factory.mktemp("draft"), SEED + 1, hidden_size=32, num_hidden_layers=1)
+    folder = tokenizer(tiny.VOCAB, 3)
+    asked = {"speculative_config": {"model": str(draft), "num_speculative_tokens": 2}}
+    with pytest.raises(BadModelFile, match="tokenizer"):
+        prepare(args(model, folder, **asked), None)
+    text = (Path(folder) / "tokenizer.json").read_text("utf-8")
+    (draft / "tokenizer.json").write_text(text, "utf-8")
+    assert prepare(args(model, folder, **asked), None).config.speculative_config.model == str(draft)
+    (draft / "tokenizer.json").write_text(text.replace('"e":4', '"E":4').replace('"e": 4', '"E": 4'), "utf-8")
+    with pytest.raises(UsageError, match=r"other tokens than .*; limit: the same, but token 4 is 'E', not 'e'"):
+        prepare(args(model, folder, **asked), None)
+    asked["speculative_config"]["model"] = "no-such-model"
+    with pytest.raises(ModelNotFound, match="no-such-model"):
+        prepare(args(model, folder, **asked), None)

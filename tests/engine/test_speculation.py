@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 
-from octavo.backends.kv import FullAttention, KVGroup, SlidingWindow
+from octavo.backends.kv import FullAttention, KVGroup, SlidingWindow, group_layers
 from octavo.config import Speculation
+from octavo.engine.client import EngineClient
 from octavo.engine.draft_model import place_layers
 from octavo.engine.drafting import FIRST_REST, Pace
 from octavo.engine.grammar import Compiler
 from octavo.engine.ngram import TokenIndex
+from octavo.engine.sizing import size_kv
 from octavo.engine.types import StructuredOutputsParams
+from octavo.engine.worker import choose_device
 from octavo.errors import UsageError
-from tests.engine.tiny import VOCAB, LocalEngine, request, tokens_of, write_llama
+from octavo.models.checkpoint import open_checkpoint
+from tests.engine.tiny import VOCAB, LocalEngine, config_for, request, tokens_of, write_llama
 from tests.engine.tiny_words import EOS, tiny_tokenizer
 from tests.matrix import SEED, sample
 
@@ -256,3 +262,42 @@ def test_prompt_lookup_costs_the_same_however_long_the_text(rng):
     index._match = lambda end: looked.append(end) or matched(end)
     assert len(index.guess(8)) == 8
     assert len(looked) == 1, "the latest place has a full match"
+
+
+async def test_several_ranks(llama, small_llama, rng):
+    """The draft model is whole on rank 0; the others see its guesses in the plans."""
+    asked = same_requests(SEED)
+    expected = LocalEngine(llama).run(*asked)
+    method = rng.choice(["ngram", "small"])
+    config = config_for(llama, tensor_parallel_size=2, threads=1)
+    config = replace(config, speculative_config=speculation(method, 3, llama, small_llama))
+    client = await EngineClient.start(config)
+    try:
+        answers = await asyncio.gather(*(collect(client, one) for one in asked if one.sampling.n == 1))
+        for events in answers:
+            name = events[0].request_id
+            assert tokens_of(events) == tokens_of(expected[name][0]), f"{SAY_SEED}, {method}: {name}"
+        assert client.facts.num_speculative_tokens == 3
+        assert 0 < client.stats.accepted_tokens < client.stats.draft_tokens
+    finally:
+        await client.shutdown()
+
+
+async def collect(client, one):
+    return [event async for batch in client.generate(one) for event in batch]
+
+
+def test_the_draft_models_keys_and_values_count_in_the_memory(llama, small_llama):
+    """A block then holds what both keep, and each sequence has spare blocks; all of it within the same budget."""
+    device, dtype = choose_device(config_for(llama), 0)
+    groups, draft = (open_checkpoint(f).spec.kv_specs() for f in (llama, small_llama))
+    config = replace(config_for(llama), speculative_config=drafts_of(small_llama, 6))
+    own = {"config": config, "device": device, "groups": group_layers(groups), "dtype": dtype, "reason": "test"}
+    budget = 400_000
+    plain = size_kv(**own, budget=budget)
+    drafting = size_kv(**own, budget=budget, draft=group_layers(draft))
+    own_page, draft_page = (sum(device.kv_bytes_per_page(s, 4, dtype) for s in specs) for specs in (groups, draft))
+    spare = config.max_num_seqs * 2 * draft_page
+    assert plain.kv_cache_bytes == plain.layout.num_blocks[0] * own_page
+    assert drafting.kv_cache_bytes == drafting.layout.num_blocks[0] * (own_page + draft_page) + spare
+    assert budget - own_page - draft_page < drafting.kv_cache_bytes <= budget
