@@ -49,9 +49,14 @@ class Scheduler(Roster):
         return plan
 
     def _plan_running(self, chunks: list[Chunk]) -> tuple[int, bool]:
-        """Returns the budget that is left, and whether blocks sufficed without preemption."""
+        """Returns the budget that is left, and whether blocks sufficed without preemption.
+
+        Guesses get at most half of the budget, and leave one token of it for each sequence that is still to come.
+        """
         budget, preemptions = self.max_num_batched_tokens, self.stats.preemptions
+        to_come, for_drafts = len(self.running), budget // 2
         for sequence in list(self.running):
+            to_come -= 1
             if budget == 0:
                 break
             if not sequence.held.tables[0]:
@@ -65,11 +70,21 @@ class Scheduler(Roster):
                 continue  # what it lacks is under way
             drafts = 0
             if sequence.draft_token_ids and length == missing:
-                drafts = min(len(sequence.draft_token_ids), room - 1, budget - length)
+                most = min(room - 1, budget - length - to_come, for_drafts)
+                drafts = self._num_drafts(sequence, sequence.num_planned_tokens + length, most)
             if self._make_room(sequence, sequence.num_planned_tokens + length + drafts):
                 chunks.append(sequence.plan_chunk(length, drafts))
                 budget -= length + drafts
+                for_drafts -= drafts
         return budget, preemptions == self.stats.preemptions
+
+    def _num_drafts(self, sequence: Sequence, end: int, most: int) -> int:
+        """How many of its guesses to try after `end`, for which blocks are taken; none if that would preempt others."""
+        count = min(len(sequence.draft_token_ids), most)
+        if count <= 0:
+            return 0
+        self.blocks.trim(sequence.held, sequence.num_planned_tokens)
+        return count if self.blocks.extend(sequence.held, end + count) else 0
 
     def _may_run(self, sequence: Sequence) -> bool:
         request = sequence.request

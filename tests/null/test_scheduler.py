@@ -347,6 +347,35 @@ def test_a_step_that_fails_for_no_known_reason_is_tried_without_the_newest_reque
     assert len(tokens_of(finish(scheduler, runner)["old", 0])) == 4
 
 
+def test_drafts_cost_no_other_sequence_its_turn_or_its_blocks():
+    scheduler, runner = build(guesses=8, blocks=(80,), length=100, budget=12, seqs=6)
+    for i in range(6):
+        scheduler.add(request(str(i), max_tokens=60), 0.0)
+    for _ in range(20):
+        step(scheduler, runner)
+    assert len(scheduler.running) == 6, "guesses leave waiting ones some of the budget"
+    scheduler.add(request("waiting", max_tokens=60), 0.0)
+    for _ in range(8):
+        plan = scheduler.plan(0.0)
+        assert len(plan.chunks) == 6, "each has its turn"
+        assert 0 < sum(c.num_drafts for c in plan.chunks) <= 6
+        scheduler.commit(plan, runner.run(plan))
+    finish(scheduler, runner)
+
+
+def test_drafts_preempt_nobody():
+    """Two long answers fit once two short ones are over, but not the guesses of both before."""
+    for guesses in (0, 8):
+        scheduler, runner = build(guesses=guesses, blocks=(12,), length=100, budget=80, seqs=4, page_size=2)
+        lengths = {"0": 9, "1": 9, "2": 2, "3": 2}
+        for name, count in lengths.items():
+            scheduler.add(request(name, max_tokens=count), 0.0)
+        for (name, _), answer in finish(scheduler, runner).items():
+            assert tokens_of(answer) == continuation([1, 2, 3], lengths[name], VOCAB)
+        assert scheduler.stats.preemptions == 0
+        assert (scheduler.stats.accepted_tokens > 0) == (guesses > 0)
+
+
 def test_drafts_that_are_right_are_taken_and_counted():
     scheduler, runner = build(guesses=4, blocks=(30,), length=100, budget=20)
     scheduler.add(request(max_tokens=40), 0.0)
