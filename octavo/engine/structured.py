@@ -85,11 +85,6 @@ class Grammars:
         self._check.close()
 
     def _check_company(self, params: SamplingParams) -> None:
-        if params.thinking_token_budget is not None:
-            raise InvalidRequest(
-                "thinking_token_budget is set with structured output, which leaves no room for thinking",
-                fix="leave one of them out", param="thinking_token_budget",
-            )  # fmt: skip
         if params.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos is true with structured output, whose end is the end-of-sequence token",

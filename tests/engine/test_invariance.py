@@ -7,9 +7,11 @@ OCTAVO_FULL=1. The kernels have no captured form of a step; one that comes inher
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -17,11 +19,12 @@ from octavo.backends.cpu import lib
 from octavo.config import EngineArgs, resolve
 from octavo.engine.plan import StepPlan, StepResult, fill_in
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.types import Request, SamplingParams, TokenEvent
+from octavo.engine.types import Request, SamplingParams, StructuredOutputsParams, TokenEvent
 from octavo.engine.worker import Prepare, Worker
 from octavo.models.checkpoint import open_checkpoint
 from tests.matrix import FULL, SEED, sample
 from tests.real_models import path_of
+from tests.schemas import random_schema
 
 pytestmark = pytest.mark.skipif(not lib.available(), reason="the promise is that of the kernels")
 
@@ -35,32 +38,44 @@ Answers = dict[str, list[tuple[list[int], object, object]]]
 
 
 def some_requests() -> list[Request]:
-    """Mixed lengths, greedy and sampled, some with a beginning in common."""
+    """Mixed lengths, greedy and sampled, some with a beginning in common, some within a schema or a regex."""
     common = [RNG.randrange(VOCAB) for _ in range(90)]
     made = []
     for number in range(COUNT):
         size = RNG.choice((1, 15, 16, 17, RNG.randint(2, 60), RNG.randint(60, 300)))
         prompt = (common if RNG.random() < 0.3 else []) + [RNG.randrange(VOCAB) for _ in range(size)]
+        form = RNG.choice((None, None, some_form()))
         sampling = SamplingParams(
             temperature=RNG.choice((0.0, 0.7, 1.3)), top_p=RNG.choice((1.0, 0.9)), top_k=RNG.choice((0, 40)),
             repetition_penalty=RNG.choice((1.0, 1.2)), frequency_penalty=RNG.choice((0.0, 0.3)), seed=number,
-            max_tokens=RNG.randint(5, 24), ignore_eos=True, logprobs=2,
+            max_tokens=RNG.randint(5, 24), ignore_eos=form is None, logprobs=2,
+            structured_outputs=None if form is None else StructuredOutputsParams(**form),
             prompt_logprobs=1 if RNG.random() < 0.1 else None,
         )  # fmt: skip
         made.append(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
     return made
 
 
+def some_form() -> dict[str, str]:
+    """One that asks for more than any answer has room for, as all must live long enough to be preempted twice."""
+    if RNG.random() < 0.5:
+        items = random_schema(RNG, 1)
+        definitions = items.pop("$defs", {})
+        return {"json": json.dumps({"type": "array", "items": items, "minItems": 200, "$defs": definitions})}
+    return {"regex": f"(?:[{RNG.choice(('a-m', 'A-Za-z', '0-9', 'é-ü'))}]{{1,{RNG.randint(1, 9)}}}[ ,.]){{300}}"}
+
+
 class Lab:
     """The model, loaded once, and engines around it."""
 
     def __init__(self, kv_cache_dtype: str) -> None:
-        checkpoint = open_checkpoint(path_of("smollm2"))
+        path = path_of("smollm2")
+        checkpoint = open_checkpoint(path)
         args = EngineArgs(
             "smollm2", device="cpu", threads=2, kv_cache_dtype=kv_cache_dtype, max_model_len=LONGEST, max_num_seqs=SEQS,
             block_size=PAGE,
         )  # fmt: skip
-        self.worker = Worker(resolve(args, checkpoint.facts()), 0, "")
+        self.worker = Worker(replace(resolve(args, checkpoint.facts()), tokenizer=str(path)), 0, "")
 
     def run(
         self, requests: list[Request], *, blocks: int = 2000, chunk: int = 0, caching: bool = False, rounds: int = 1,
@@ -70,7 +85,8 @@ class Lab:
         self.worker.prepare(Prepare(PAGE, (blocks,), LONGEST, (host_slots,) if host_slots else ()))
         scheduler = Scheduler(
             self.worker.layout, max_num_seqs=SEQS, max_num_batched_tokens=2048, max_model_len=LONGEST, vocab_size=VOCAB,
-            eos_token_ids=(), long_prefill_token_threshold=chunk, enable_prefix_caching=caching,
+            eos_token_ids=self.worker.config.eos_token_ids, long_prefill_token_threshold=chunk,
+            enable_prefix_caching=caching,
             host=self.worker.store if host_slots else None,
         )  # fmt: skip
         scheduler.tiers.speed.host.note(1e15, 1e-9)  # moving costs nothing, so that a sequence is swapped if it can be
