@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server_process import NULL_SERVE, ServerProcess, events
+from tests.e2e.server_process import NULL_SERVE, ServerProcess, events, wait_until
 from tests.lora_fixtures import damage, write_adapter
 from tests.matrix import SEED
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory, smollm2_path):
 def server(tmp_path_factory, smollm2_path, folder) -> Iterator[ServerProcess]:
     start = json.dumps({"name": "start", "path": str(folder / "one")})
     flags = ["--served-model-name", "smollm2", "--max-model-len", "1024", "--api-key", "sesame", "--enable-lora",
-             "--lora-modules", start, "--max-loras", "3"]  # fmt: skip
+             "--lora-modules", start, "--max-loras", "3", "--engine-restarts", "1"]  # fmt: skip
     with ServerProcess(tmp_path_factory.mktemp("lora") / "log", str(smollm2_path), *flags) as running:
         yield running
 
@@ -124,6 +124,16 @@ def test_metrics_name_the_adapters_that_run(server):
     stream.cut()
     line = next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{"))
     assert 'max_lora="3"' in line and 'running_lora_adapters="start"' in line and 'waiting_lora_adapters=""' in line
+
+
+def test_an_engine_that_is_started_again_has_them_again(server, folder):
+    assert load(server, "late", folder / "two")[0] == 200
+    before = {name: text_of(server, name) for name in ("smollm2", "start", "late")}
+    dead = server.engine
+    dead.kill()
+    wait_until(lambda: not dead.is_running() and server.health() == 200, 60, "a new engine")
+    assert {name: text_of(server, name) for name in before} == before
+    assert unload(server, "late")[0] == 200
 
 
 def test_without_enable_lora_there_are_no_such_routes(tmp_path, smollm2_path):

@@ -15,10 +15,11 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
-from octavo import LLM, AsyncLLM, BeamSearchParams, RequestOutput, RequestOutputKind, SamplingParams
+from octavo import LLM, AsyncLLM, BeamSearchParams, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
 from octavo.config import EngineArgs
 from octavo.errors import InvalidRequest, ModelNotFound, UsageError
 from tests.e2e.server_process import ROOT, wait_until
+from tests.lora_fixtures import write_adapter
 from tests.matrix import SEED
 
 RNG = random.Random(f"{SEED}/python-api")
@@ -288,3 +289,35 @@ def test_a_forked_child_is_told_and_its_parent_goes_on(smollm2_path, end):
     assert len(told) == 2, (end, done)
     assert all("this is a fork of it" in line for line in told), (end, done)
     assert (parent, done.returncode, done.stderr) == ("0 1", 0, ""), end
+
+
+def test_lora_requests_choose_adapters(smollm2_path, tmp_path):
+    one, two = (
+        LoRARequest(name, number, str(write_adapter(tmp_path / name, smollm2_path, number, rank=8, strength=1.0)))
+        for number, name in enumerate(("one", "two"), 1)
+    )
+    with LLM(model=str(smollm2_path), enable_lora=True, **SMALL) as llm:
+        asked = [None, one, two, one]
+        outputs = llm.generate([PROMPTS[0]] * 4, GREEDY, lora_request=asked)
+        texts = [output.outputs[0].text for output in outputs]
+        assert texts[1] == texts[3] and len(set(texts)) == 3
+        assert [llm.generate(PROMPTS[0], GREEDY, lora_request=each)[0].outputs[0].text for each in asked] == texts
+        hello = [{"role": "user", "content": "Hello!"}]
+        assert (
+            llm.chat(hello, GREEDY, lora_request=two)[0].outputs[0].text != llm.chat(hello, GREEDY)[0].outputs[0].text
+        )
+        with pytest.raises(InvalidRequest, match="4 prompts and 1 lora_requests"):
+            llm.generate([PROMPTS[0]] * 4, GREEDY, lora_request=[one])
+        with pytest.raises(InvalidRequest, match="'one' has already been loaded"):
+            llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("one", 1, two.lora_path))
+        with pytest.raises(ModelNotFound, match="no such folder"):
+            llm.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("three", 3, str(tmp_path / "three")))
+        llm.remove_lora("one")
+        with pytest.raises(ModelNotFound, match="'one' cannot be found"):
+            llm.remove_lora("one")
+
+
+@pytest.mark.parametrize("given", [("a", 0, "x"), (3, 1, "x"), ("a", "1", "x"), ("a", 1, None)])
+def test_a_lora_request_is_of_the_right_types(given):
+    with pytest.raises(InvalidRequest, match=r"lora_(name|int_id|path) is "):
+        LoRARequest(*given)

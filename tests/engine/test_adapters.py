@@ -8,6 +8,7 @@ import shutil
 import msgspec
 import pytest
 
+from octavo.config import Speculation
 from octavo.dist.group import SINGLE
 from octavo.engine.adapters import AdapterFacts, Adapters
 from octavo.engine.client import EngineClient
@@ -70,11 +71,20 @@ def adapters(llama, tmp_path_factory):
     }
 
 
+GUESSES = {
+    "plain": None, "ngram": Speculation("ngram", 4, prompt_lookup_min=1, prompt_lookup_max=3),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("settings", sample([
-    {"device_name": device, "page_size": 16, "budget": budget, "enable_prefix_caching": caching}
-    for device in ("cpu", "reference") for budget in (16, 64, 256) for caching in (False, True)
-], 4), ids=str)  # fmt: skip
+    {"device_name": device, "page_size": 16, "budget": budget, "enable_prefix_caching": caching, "blocks": blocks,
+     "host_slots": slots, "guesses": guesses}
+    for device in ("cpu", "cpu", "reference") for budget in (16, 64, 256) for caching in (False, True)
+    for blocks, slots in ((100, 0), (17, 0), (17, 40)) for guesses in GUESSES
+], 6), ids=str)  # fmt: skip
 def test_adapters_in_one_batch_answer_as_alone(llama, adapters, rng, settings):
+    settings = dict(settings, speculation=GUESSES[settings["guesses"]])
+    del settings["guesses"]
     names = [None, *adapters, None, *adapters]
     shared = prompt_of(rng)
     asked = [
@@ -87,7 +97,7 @@ def test_adapters_in_one_batch_answer_as_alone(llama, adapters, rng, settings):
     answers = together.run(*asked)
     exact = settings["device_name"] == "cpu"
     for one in asked:
-        alone = AdaptedEngine(llama, **{**settings, "budget": 64})
+        alone = AdaptedEngine(llama, device_name=settings["device_name"], page_size=16)
         if one.adapter is not None:
             alone.adapters.load(one.adapter, adapters[one.adapter])
         expected = alone.run(one)[one.request_id]
