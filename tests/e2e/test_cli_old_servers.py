@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 POSTED = (
     "--device cpu --gpu-memory-utilization 0.88 --max-num-seqs 256 --max-num-batched-tokens 12288 --dtype float16 "
-    "--paged-attention-block-size 32 --swap-space 8 --worker-use-ray --disable-log-requests --enforce-eager "
+    "--paged-attention-block-size 32 --swap-space 1 --worker-use-ray --disable-log-requests --enforce-eager "
     "--trust-remote-code --threads 1 --max-model-len 2048 --port 0"
 )
 
