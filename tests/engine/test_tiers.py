@@ -48,9 +48,9 @@ def open_disk(path, fingerprint="f"):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("model", ["llama", "mistral"])
 def test_swapped_sequences_go_on_as_if_nothing_had_been(model, caching, request, rng):
-    folder, wanted = request.getfixturevalue(model), asked(prompts(rng, 8))
+    folder, wanted = request.getfixturevalue(model), asked(prompts(rng, 8), count=40)
     truth = bits(engine(folder).run(*wanted))
-    tight = engine(folder, blocks=13, host_slots=200, enable_prefix_caching=caching, budget=rng.choice([24, 200]))
+    tight = engine(folder, blocks=13, host_slots=200, enable_prefix_caching=caching, budget=rng.choice([100, 200]))
     assert bits(tight.run(*wanted)) == truth, SAY_SEED
     stats = tight.scheduler.snapshot()
     assert stats.preemptions_swapped > 0 or model == "mistral", f"windows may give back enough, {SAY_SEED}"
@@ -109,11 +109,11 @@ def test_what_was_written_is_found_after_a_restart(model, request, tmp_path, rng
     again = engine(folder, blocks=14, host_slots=40, disk=open_disk(tmp_path))
     assert bits(again.run(*wanted)) == truth, SAY_SEED
     assert again.scheduler.snapshot().cached_by_source["disk"] > 0
+    again.scheduler.tiers.disk.close(drain_s=10)
     for file in (tmp_path / FOLDER).iterdir():
         raw = bytearray(file.read_bytes())
         raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
         file.write_bytes(raw)
-    again.scheduler.tiers.disk.close(drain_s=10)
     damaged = engine(folder, blocks=14, host_slots=40, disk=open_disk(tmp_path))
     assert bits(damaged.run(*wanted)) == truth, SAY_SEED
     stats = damaged.scheduler.snapshot()
