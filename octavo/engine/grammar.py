@@ -85,8 +85,10 @@ class Place:
 
     def undo(self) -> None:
         self._output.pop()
-        if len(self._fed) > len(self._output) and self._fed.pop() and self._matcher is not None:
-            self._matcher.rollback(1)
+        if self._matcher is not None and len(self._fed) > len(self._output):
+            if self._fed.pop():
+                self._matcher.rollback(1)
+            self.fault = fault_of(self._matcher)
 
     @property
     def open(self) -> bool:

@@ -52,6 +52,9 @@ class GrammarCheck:
                 raise TooMuch from err
 
     def close(self) -> None:
+        """Ends the process, also in the middle of a grammar."""
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._end()
 

@@ -205,7 +205,7 @@ def test_a_place_that_goes_back_and_forth_equals_a_fresh_one(rng, words, compile
             for _ in range(rng.randint(1, len(output))):
                 place.undo()
                 output.pop()
-            place.fault = None
+            assert place.fault is None
         else:
             token = int(rng.choice(np.flatnonzero(bits)))
             place.note(token)

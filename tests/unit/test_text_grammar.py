@@ -8,6 +8,8 @@ import random
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
@@ -192,6 +194,18 @@ def test_the_checker_ends_what_takes_too_much_and_works_on(check, greedy, monkey
         check.ask(from_schema(greedy, True, None), False)
     monkeypatch.undo()
     assert "grammar" in check.ask(from_regex("a+"), False)
+
+
+def test_closing_does_not_wait_for_a_grammar(check):
+    greedy = from_schema({"patternProperties": {f"^a{i}_": {} for i in range(1500)}}, True, None)
+    check.ask("start: /a/", False)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(check.ask, greedy, False)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        check.close()
+        assert time.monotonic() - begin < 1.5
+        assert isinstance(asked.exception(), TooMuch)
 
 
 @pytest.mark.parametrize("nested", [
