@@ -48,14 +48,20 @@ class TensorFile:
         return sha256(self._view).digest()
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """The whole file. Raises BadModelFile if it cannot be read, is empty, or is a Git LFS pointer."""
+def map_file(path: Path, copied: bool = False) -> mmap.mmap:
+    """The whole file. Raises BadModelFile if it cannot be read, is empty, or is a Git LFS pointer.
+
+    A file that others may write while we read it must be `copied`: to touch a mapped page that is no longer in the file
+    ends the process.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
                 raise BadModelFile(f"{path}: the file is empty", fix="download it again")
-            view = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            view = mmap.mmap(-1, size) if copied else mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            if copied and file.readinto(view) < size:
+                raise BadModelFile(f"{path}: the file became shorter while it was read", fix="try again")
     except OSError as err:
         raise BadModelFile(f"{path}: cannot be read ({err.strerror})", fix="check the path and its rights") from err
     if view[: len(_LFS_POINTER)] == _LFS_POINTER:

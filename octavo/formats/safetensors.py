@@ -27,10 +27,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
-def read_safetensors(path: Path | str) -> TensorFile:
-    """Raises BadModelFile naming what is wrong with the file."""
+def read_safetensors(path: Path | str, copied: bool = False) -> TensorFile:
+    """Raises BadModelFile naming what is wrong with the file. `copied` as in `map_file`."""
     path = Path(path)
-    view = map_file(path)
+    view = map_file(path, copied)
     size = len(view)
     if size < 8:
         _fail(path, f"truncated: {size} bytes", limit="at least 8 bytes")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import BadModelFile, ModelNotFound
-from octavo.formats.mapped import PLAIN_TYPES, TensorFile, map_file
-from octavo.formats.safetensors import parse_json, read_safetensors
+from octavo.formats.mapped import PLAIN_TYPES, TensorFile
+from octavo.formats.safetensors import MAX_HEADER_BYTES, parse_json, read_safetensors
+from octavo.formats.text_file import usable
 from octavo.models.parameters import Parameter, Part
 from octavo.models.spec import ConfigReader
 
@@ -75,18 +76,19 @@ class AdapterFile:
 def open_adapter(path: Path | str, parameters: Mapping[str, Parameter], max_rank: int) -> AdapterFile:
     """Reads config and header of the adapter in a folder, for a model of these parameters.
 
-    Raises ModelNotFound when there is none, BadModelFile for one that is damaged, made for another model, of too high a
-    rank, or of a kind that Octavo does not compute.
+    Raises ModelNotFound when there is none, UsageError for a path that cannot be read, BadModelFile for one that is
+    damaged, made for another model, of too high a rank, or of a kind that Octavo does not compute.
     """
-    path = Path(path)
-    raw = _read_config(path)
+    path, modules = Path(path), _modules(parameters)
+    with usable(str(path), "lora_path"):
+        raw = _read_config(path)
+        _check_size(path / WEIGHTS_NAME, modules, max_rank)
     source = str(path / CONFIG_NAME)
     reader = ConfigReader(parse_json(raw, source), source)
     ranks = _read_ranks(reader)
     selection = _read_selection(reader)
     reader.finish()
-    file = read_safetensors(path / WEIGHTS_NAME)
-    modules = _modules(parameters)
+    file = read_safetensors(path / WEIGHTS_NAME, copied=True)
     found = _pair_tensors(file, modules)
     selection.check(found, modules)
     targets = {module: _target(file, module, modules[module], ranks) for module in found}
@@ -110,10 +112,22 @@ def _read_config(path: Path) -> bytes:
                     "read here", fix="save the adapter as safetensors",
                 )  # fmt: skip
             raise ModelNotFound(f"no adapter is at {path}: {name} is missing", fix="give the folder that PEFT wrote")
-    view = map_file(path / CONFIG_NAME)
-    if len(view) > MAX_CONFIG_BYTES:
-        raise BadModelFile(f"{path / CONFIG_NAME}: {len(view)} bytes", limit=f"{MAX_CONFIG_BYTES} bytes", fix=_FIX)
-    return view[:]
+    with (path / CONFIG_NAME).open("rb") as file:
+        content = file.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise BadModelFile(f"{path / CONFIG_NAME} is too large", limit=f"{MAX_CONFIG_BYTES} bytes", fix=_FIX)
+    return content
+
+
+def _check_size(path: Path, modules: Mapping[str, _Place], max_rank: int) -> None:
+    """Raises BadModelFile for a file larger than any adapter of this model: all of it is read into memory."""
+    size = path.stat().st_size
+    most = sum(sum(place.part.shape) for place in modules.values()) * max_rank * 4 + MAX_HEADER_BYTES
+    if size > most:
+        raise BadModelFile(
+            f"{path} has {size} bytes", limit=f"{most} bytes for this model at --max-lora-rank {max_rank}",
+            fix="raise --max-lora-rank, or use an adapter that was made for this model",
+        )  # fmt: skip
 
 
 # -- config ------------------------------------------------------------------------------------------------------------

@@ -149,6 +149,35 @@ def test_another_model_s_adapter_is_refused(tmp_path):
         open_adapter(write_adapter(tmp_path / "high", small, 3, rank=9), loader.parameters, 8)
 
 
+def test_paths_and_sizes_that_cannot_be_are_refused_before_they_are_read(tmp_path):
+    model = save(random_model("llama", 1), tmp_path, torch.float32, False)
+    _, _, loader = loaded(tmp_path)
+    with pytest.raises(OctavoError, match="cannot be read: File name too long"):
+        open_adapter(tmp_path / ("x" * 300), loader.parameters, 64)
+    folder = write_adapter(tmp_path / "one", model, 3)
+    with (folder / "adapter_model.safetensors").open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OctavoError, match=r"has 1099511627776 bytes; limit: [0-9]+ bytes for this model at --max-lora"):
+        open_adapter(folder, loader.parameters, 64)
+    (folder / "adapter_config.json").write_text(" " * (2 << 20))
+    with pytest.raises(OctavoError, match=r"adapter_config.json is too large; limit: 1048576 bytes"):
+        open_adapter(folder, loader.parameters, 64)
+
+
+def test_a_loaded_adapter_does_not_depend_on_its_files(tmp_path):
+    """They may be written anew, or cut, while it is in use or being read."""
+    model = save(random_model("llama", 1), tmp_path, torch.float32, False)
+    folder = write_adapter(tmp_path / "one", model, 3)
+    decoder, device, loader = loaded(tmp_path)
+    adapter = open_adapter(folder, loader.parameters, 64)
+    expected = merged(model, folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    loader.load(1, adapter)
+    prompts = random_prompts(random.Random(SEED), 97)
+    for prompt, ours in zip(prompts, paged_logits(decoder, device, prompts, random.Random(1), (1,) * 3), strict=True):
+        torch.testing.assert_close(ours, expected_logits(expected, [prompt])[0], atol=5e-4, rtol=1e-4)
+
+
 def test_the_digest_tells_contents_apart(tmp_path):
     model = save(random_model("llama", 1), tmp_path, torch.float32, False)
     _, _, loader = loaded(tmp_path)
