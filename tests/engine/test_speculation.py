@@ -158,6 +158,19 @@ def test_a_draft_model_equal_to_the_model_is_always_right(kv_cache_dtype, llama)
     assert stats.steps < stats.generation_tokens / 12
 
 
+def test_what_becomes_of_blocks_becomes_of_the_draft_models(llama, plain):
+    """Shared, copied, swapped to the host and back: a draft model that equals the model is still always right."""
+    asked, expected = plain["cpu"]
+    shape = {"device_name": "cpu", "page_size": 16, "blocks": 10, "host_slots": 200, "enable_prefix_caching": True}
+    engine = LocalEngine(llama, speculation=drafts_of(llama, 4), **shape)
+    engine.scheduler.tiers.speed.host.note(1e15, 1e-9)  # moving costs nothing, so what is preempted is swapped
+    for turn in range(2):
+        assert contents(engine.run(*asked)) == expected, f"{SAY_SEED}, turn {turn}"
+    stats = engine.scheduler.stats
+    assert stats.preemptions_swapped > 0 and stats.prefix_hits > 0
+    assert 0 < stats.accepted_tokens == stats.draft_tokens, SAY_SEED
+
+
 def test_sliding_windows(mistral, llama, small_llama):
     asked = same_requests(SEED)
     shape = {"device_name": "cpu", "page_size": 16, "budget": 19}
