@@ -203,6 +203,16 @@ def test_structured_output_with_a_draft_model(llama, small_llama, rng):
     assert engine.scheduler.stats.accepted_tokens == engine.scheduler.stats.draft_tokens > 0, SAY_SEED
 
 
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("rows", [VOCAB - 20, VOCAB + 20])
+def test_a_draft_model_whose_vocabulary_is_padded_otherwise(rows, device, llama, plain, tmp_path):
+    asked, expected = plain[device]
+    draft = write_llama(tmp_path, SEED + 2, vocab_size=rows, **SMALL)
+    got = contents(LocalEngine(llama, speculation=drafts_of(draft, 3), device_name=device, page_size=16).run(*asked))
+    for one in expected:
+        assert [c[0] for c in got[one]] == [c[0] for c in expected[one]], f"{SAY_SEED}: {one}"
+
+
 def test_layers_of_a_draft_model_use_blocks_that_last_long_enough():
     full, near, far = FullAttention(1, 8), SlidingWindow(1, 8, 10), SlidingWindow(1, 8, 20)
     placed = place_layers([KVGroup(near, (0, 2)), KVGroup(full, (1,))], [far, full])
