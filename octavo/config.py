@@ -318,6 +318,12 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
             param="scheduling_policy",
         )  # fmt: skip
     _check_offloading(args)
+    if args.async_scheduling and args.speculative_config is not None:
+        raise UsageError(
+            "--async-scheduling cannot be had together with --speculative-config",
+            limit="a step is planned once the guesses of the one before are judged", fix="leave one of them out",
+            param="async_scheduling",
+        )  # fmt: skip
     max_model_len = facts.context_len if args.max_model_len is None else args.max_model_len
     if max_model_len > facts.context_len:
         raise UsageError(

@@ -70,6 +70,14 @@ def test_what_cannot_be_is_named_with_its_limit(given, said):
         assert caught.value.param == "speculative_config" and "\n" not in str(caught.value)
 
 
+def test_a_loop_that_plans_ahead_is_refused_not_ignored():
+    given = {"method": "ngram", "num_speculative_tokens": 2}
+    for wanted in (None, False):
+        assert resolve(EngineArgs("m", speculative_config=given, async_scheduling=wanted), FACTS).speculative_config
+    with pytest.raises(UsageError, match="--async-scheduling cannot be had together with --speculative-config"):
+        resolve(EngineArgs("m", speculative_config=given, async_scheduling=True), FACTS)
+
+
 def test_older_flags_become_the_json():
     old = ["--speculative-model", "[ngram]", "--num-speculative-tokens=5", "--ngram-prompt-lookup-max", "4"]
     translation = translate(["--model", "m", *old])
