@@ -212,7 +212,7 @@ def test_limits_and_names():
 
 async def test_ranks_load_adapters_together(llama, adapters, rng, tmp_path):
     engine = AdaptedEngine(llama)
-    modules = {"enable_lora": True, "lora_modules": (f"all={adapters['all']}",), "max_loras": 2}
+    modules = {"lora_modules": (f"all={adapters['all']}",), "max_loras": 2, "async_scheduling": True}
     client = await EngineClient.start(config_for(llama, tensor_parallel_size=2, threads=1, **modules))
     bad = write_adapter(tmp_path / "bad", llama, SEED)
     damage(bad, rng, "nan")
