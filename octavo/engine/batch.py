@@ -72,13 +72,15 @@ class BatchBuilder:
         adapters: tuple[AdapterRows, ...] = (),
     ) -> ForwardBatch:  # fmt: skip
         """Of `lengths[s]` tokens at positions from `starts[s]`, with `tables[g][s]` as block tables."""
-        ends = np.cumsum(lengths)
+        ends, owners, positions = lengths.cumsum(), np.arange(len(lengths)), starts
         tokens = np.fromiter(token_ids, np.int64, int(ends[-1]))
-        positions = np.arange(len(tokens)) + np.repeat(starts - (ends - lengths), lengths)
-        query_start = self._upload(np.concatenate(([0], ends)).astype(np.int32))
-        seq_lens = self._upload((starts + lengths).astype(np.int32))
+        if len(tokens) > len(lengths):
+            owners = np.repeat(owners, lengths)
+            positions = np.arange(len(tokens)) + np.repeat(starts - (ends - lengths), lengths)
+        first_tokens = np.zeros(len(ends) + 1, np.int32)
+        first_tokens[1:] = ends
+        query_start, seq_lens = self._upload(first_tokens), self._upload((starts + lengths).astype(np.int32))
         block, offset = np.divmod(positions, self._page_size)
-        owners = np.repeat(np.arange(len(lengths)), lengths)
         attention = tuple(
             AttentionMeta(
                 query_start, seq_lens, self._upload(table),

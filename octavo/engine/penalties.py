@@ -139,11 +139,10 @@ class PenaltyTable:
             counts = torch.cat((counts, self._upload(np.concatenate([d[3] for d in drafted]))))
         if not len(places):
             return None
-        repetition, frequency, presence = (self._upload(of_row[rows]) for of_row in self._strengths)
-        return Penalties(
-            self._upload(places), self._upload(starts), self._upload(lengths), repetition, frequency, presence,
-            tokens, counts,
-        )  # fmt: skip
+        strengths, spans = self._strengths.take(rows, axis=1), np.stack((places, starts, lengths))
+        of_logits, first_places, num_places = self._upload(spans).unbind()
+        repetition, frequency, presence = self._upload(strengths).unbind()
+        return Penalties(of_logits, first_places, num_places, repetition, frequency, presence, tokens, counts)
 
     def _bring_news(self) -> None:
         count = len(self._new_tokens)

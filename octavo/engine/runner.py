@@ -100,9 +100,10 @@ class Runner:
             return []
         chosen = [chunk for chunk in chunks if chunk.sample]
         places = np.fromiter((c.num_drafts + 1 for c in chosen), np.int64, len(chosen))
-        ends = np.cumsum(places)
-        index = np.arange(ends[-1]) + np.repeat(last_tokens[sampling] + 1 - ends, places)
-        hidden = hidden[self._device.upload(torch.from_numpy(index))]
+        ends = places.cumsum()
+        if ends[-1] < len(hidden):  # else each token is sampled after
+            index = np.arange(ends[-1]) + np.repeat(last_tokens[sampling] + 1 - ends, places)
+            hidden = hidden[self._device.upload(torch.from_numpy(index))]
         logits = self._model.logits(hidden)
         if self._rank != 0:
             return []

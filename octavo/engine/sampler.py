@@ -37,7 +37,8 @@ class Sampler:
     ) -> None:  # fmt: skip
         """`compiler` is for sequences with structured output; only rank 0, which samples, has one."""
         self._vocab_size, self._device, self._eos_token_ids = vocab_size, device, eos_token_ids
-        self._temperature, self._top_p, self._min_p = (np.zeros(height, np.float32) for _ in range(3))
+        self._shape = np.zeros((3, height), np.float32)
+        """temperature, top_p and min_p"""
         self._top_k = np.zeros(height, np.int32)
         self._logprobs = np.zeros(height, np.int64)
         self._stems = np.zeros(height, np.uint64)
@@ -53,7 +54,7 @@ class Sampler:
 
     def add(self, row: int, new: NewSequence) -> None:
         p = new.sampling
-        self._temperature[row], self._top_p[row], self._min_p[row] = p.temperature, p.top_p, p.min_p
+        self._shape[:, row] = p.temperature, p.top_p, p.min_p
         self._top_k[row] = min(p.top_k, self._vocab_size)
         self._filtered[row] = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
         self._stems[row] = noise_stem(new.seed, new.choice)
@@ -99,15 +100,17 @@ class Sampler:
         `logits` [R, V] has num_drafts + 1 rows for each chunk in turn, and may be overwritten. The list ends early,
         and may be empty, where a sequence's parameters leave no token to choose.
         """
-        places = np.fromiter((c.num_drafts + 1 for c in chunks), np.int64, len(chunks))
-        ends = np.fromiter((c.end for c in chunks), np.int64, len(chunks))
-        firsts = np.cumsum(places) - places
-        row_of = np.repeat(rows, places)
-        positions = np.arange(len(row_of)) + np.repeat(ends - places + 1 - firsts, places)
-        reported = np.flatnonzero(self._logprobs[row_of] != NO_LOGPROBS)
+        row_of, firsts = rows, np.arange(len(rows))
+        known = positions = np.fromiter((c.end for c in chunks), np.int64, len(chunks))
+        if len(logits) > len(chunks):
+            places = np.fromiter((c.num_drafts + 1 for c in chunks), np.int64, len(chunks))
+            firsts, known = np.cumsum(places) - places, positions - places + 1
+            row_of = np.repeat(rows, places)
+            positions = np.arange(len(row_of)) + np.repeat(known - firsts, places)
+        reported = (self._logprobs[row_of] != NO_LOGPROBS).nonzero()[0]
         raw = logits[self._upload(reported)] if len(reported) else None
         changes = LogitChanges(self._vocab_size, self._upload)
-        penalized = self._follow(chunks, rows, firsts, ends - places + 1, changes)
+        penalized = self._follow(chunks, rows, firsts, known, changes)
         for place, bits in (self._masks.finish() if self._masks else {}).items():
             changes.narrow(place, bits)
         penalties = self._penalties.tensors(firsts[penalized], rows[penalized])
@@ -181,7 +184,7 @@ class Sampler:
         drafted = np.fromiter((c.num_drafts > 0 for c in chunks), bool, len(chunks))
         penalized, constrained = self._penalized[rows], self._constrained[rows]
         stale = self._num_noted[rows] != num_output
-        for i in np.flatnonzero(constrained | penalized & (drafted | stale)).tolist():
+        for i in (constrained | penalized & (drafted | stale)).nonzero()[0].tolist():
             self._follow_one(chunks[i], int(rows[i]), int(firsts[i]), int(num_output[i]), changes)
         self._num_noted[rows] = num_output
         return np.flatnonzero(penalized & ~drafted)
@@ -204,10 +207,10 @@ class Sampler:
     def _note(self, rows: Indices, following: Sequence[Sequence[Sampled]]) -> None:
         self._num_noted[rows] += np.fromiter(map(len, following), np.int64, len(following))
         row_of = rows.tolist()
-        for i in np.flatnonzero(self._penalized[rows]).tolist():
+        for i in self._penalized[rows].nonzero()[0].tolist():
             for one in following[i]:
                 self._penalties.note(row_of[i], one.token_id)
-        for i in np.flatnonzero(self._constrained[rows]).tolist():
+        for i in self._constrained[rows].nonzero()[0].tolist():
             for one in following[i]:
                 self._constraints[row_of[i]].note(one.token_id)
         if self._masks:
@@ -217,12 +220,12 @@ class Sampler:
     def _tensors(
         self, rows: Indices, positions: Indices, changes: LogitChanges, penalties: Penalties | None
     ) -> SamplingTensors:
-        keys = noise_keys(self._stems[rows], positions).view(np.int64)
+        keys, shape = noise_keys(self._stems[rows], positions).view(np.int64), self._shape.take(rows, axis=1)
+        temperature, top_p, min_p = self._upload(shape).unbind()
         return SamplingTensors(
-            self._upload(self._temperature[rows]), self._upload(self._top_k[rows]), self._upload(self._top_p[rows]),
-            self._upload(self._min_p[rows]), self._upload(keys), all_greedy=not self._temperature[rows].any(),
-            needs_filter=bool(self._filtered[rows].any()), mask=changes.mask(), edits=changes.edits(),
-            penalties=penalties,
+            temperature, self._upload(self._top_k[rows]), top_p, min_p, self._upload(keys),
+            all_greedy=not shape[0].any(), needs_filter=bool(self._filtered[rows].any()), mask=changes.mask(),
+            edits=changes.edits(), penalties=penalties,
         )  # fmt: skip
 
     def _report(self, raw: Tensor, tokens: Tensor, reported: Indices, rows: Indices) -> dict[int, TokenLogprobs]:

@@ -6,6 +6,7 @@ import logging
 import os
 
 import torch
+from torch import Tensor
 
 from octavo.backends.base import Device, KVCache
 from octavo.backends.codes import CodedKVCache
@@ -42,6 +43,12 @@ class CpuDevice(Device):
         library.set_threads(count, pin=os.environ.get("OCTAVO_CPU_PIN") == "1")
         torch.set_num_threads(1)  # two pools on the same cores would slow each other down
         self.ops, self.kernels = CpuOps(kernels), kernels.isa
+
+    def upload(self, host: Tensor) -> Tensor:
+        return host
+
+    def download(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def memory(self) -> tuple[int, int]:
         return limits.memory()
