@@ -137,6 +137,8 @@ class Engine:
             self._let_step_end()
             self._running = None
             self._events += self.scheduler.end_all()
+            self._send_events()
+            self._keep_for_next_start()
         except EngineDead as dead:
             self._events += self.scheduler.end_all(dead)
             raise
@@ -145,6 +147,12 @@ class Engine:
             raise
         finally:
             self._send_events()
+
+    def _keep_for_next_start(self) -> None:
+        """What the device remembers goes to the disk, if there is one."""
+        plan = self.scheduler.last_plan()
+        if plan.moves:
+            self.scheduler.tiers.done(plan.moves, self.executor.run(plan).move_seconds)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

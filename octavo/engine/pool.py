@@ -13,7 +13,7 @@ A held block may be registered under a key once its content is final; from then 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 OnEvict = Callable[[int, bytes], None]
 """(block, key) of a remembered block whose content is about to be given up"""
@@ -85,6 +85,13 @@ class BlockPool:
                 assert references[block] > 0, "registered a free block"
                 assert key_of[block] in (None, key), "a block's content has changed"
                 key_of[block] = key
+
+    def newest(self) -> Iterator[tuple[int, bytes]]:
+        """(block, key) of those that only are remembered; what was used last, and of that the beginning, first."""
+        for block in reversed(self._remembered):
+            key = self._key_of[block]
+            assert key is not None
+            yield block, key
 
     def lookup(self, key: bytes) -> int | None:
         return self._block_of.get(key)

@@ -80,6 +80,8 @@ class Runner:
         for new in plan.added:
             self._learn(new)
         chunks = plan.chunks
+        if not chunks:
+            return StepResult([], {})
         rows = self._rows.of(chunks)
         batch, last_tokens = self._builder.build(chunks, rows)
         self._sampler.begin(chunks, rows)

@@ -48,6 +48,13 @@ class Scheduler(Roster):
         self._in_flight.append(InFlight(plan, [(s, s.epoch) for s in sequences]))
         return plan
 
+    def last_plan(self) -> StepPlan:
+        """When nothing is under way any more: saves what the next start may want, and computes nothing."""
+        self.tiers.keep_for_next_start()
+        plan = StepPlan([], [], [], list(self._moves))
+        self._moves.clear()
+        return plan
+
     def _plan_running(self, chunks: list[Chunk]) -> tuple[int, bool]:
         """Returns the budget that is left, and whether blocks sufficed without preemption.
 

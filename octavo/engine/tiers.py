@@ -12,9 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
-from octavo.engine.disk_tier import DiskTier, Transfer
+from octavo.engine.disk_tier import MAX_QUEUED_WRITES, DiskTier, Transfer
 from octavo.engine.host_tier import HostTier
 from octavo.engine.messages import OffloadCounts, Stats
 from octavo.engine.pages import ELSEWHERE, FREED, NOTHING, BlockTables, KVBlocks, Start
@@ -251,6 +252,13 @@ class Tiers:
             self._transfers.add(transfer)
             self.disk.read(transfer)
         return Fetch(transfers) if transfers else None
+
+    def keep_for_next_start(self) -> None:
+        """Plans to save what the device remembers and the disk has not, as much as may wait to be written."""
+        for group, pool in enumerate(self.blocks.pools if self.disk is not None else ()):
+            for block, key in islice(pool.newest(), MAX_QUEUED_WRITES // len(self.hosts)):
+                if not self.anywhere(group, key):
+                    self._save(group, block, key)
 
     def poll(self) -> None:
         """Takes in what the disk has done. A block that was read can be found on the host from now on."""

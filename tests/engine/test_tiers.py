@@ -121,6 +121,21 @@ def test_what_was_written_is_found_after_a_restart(model, request, tmp_path, rng
     damaged.scheduler.tiers.disk.close()
 
 
+def test_what_the_device_remembers_at_the_end_is_kept_for_the_next_start(llama, tmp_path, rng):
+    wanted = asked(prompts(rng, 2), count=4)
+    first = engine(llama, blocks=60, host_slots=60, disk=open_disk(tmp_path))
+    truth = bits(first.run(*wanted))
+    assert first.scheduler.snapshot().offload.store_bytes == 0, "nothing was given up"
+    plan = first.scheduler.last_plan()
+    first.scheduler.tiers.done(plan.moves, first.runner.run(plan).move_seconds)
+    first.scheduler.tiers.disk.close(drain_s=10)
+    again = engine(llama, blocks=60, host_slots=60, disk=open_disk(tmp_path))
+    assert bits(again.run(*wanted)) == truth, SAY_SEED
+    assert again.scheduler.stats.cached_by_source == {"disk": sum((len(r.prompt_token_ids) - 1) // PAGE * PAGE
+                                                                  for r in wanted)}, SAY_SEED  # fmt: skip
+    again.scheduler.tiers.disk.close()
+
+
 def test_an_aborted_request_leaves_nothing_behind(llama, tmp_path, rng):
     wanted = asked(prompts(rng, 5, low=100))
     disk = open_disk(tmp_path)
