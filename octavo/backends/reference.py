@@ -269,6 +269,9 @@ class ReferenceDevice(Device):
         self.ops = Ops()
 
     def open(self, rank: int, threads: int | None) -> None:
+        from octavo.backends.row_by_row import reference_ops  # built on this module
+
+        self.ops = reference_ops()
         torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
     def memory(self) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def numerics(
     facts: dict[str, str | int] = {
         "weights": weights, "octavo": octavo.__version__, "device": device.name, "kernels": device.kernels,
         "dtype": str(dtype), "kv_cache_dtype": kv_cache_dtype, "page_size": page_size, "ranks": ranks,
-        "torch": torch.__version__,
+        "torch": torch.__version__, "ops": type(device.ops).__name__,
     }  # fmt: skip
     library = lib.load() if device.name == "cpu" else None
     if library is not None:

@@ -15,6 +15,7 @@ from octavo.backends.cpu.memory import lazy_zeros
 from octavo.backends.cpu.ops import CpuOps, PanelKVCache, panel_bytes, supports_head
 from octavo.backends.kv import KVFormat, KVSpec, LatentAttention
 from octavo.backends.reference import Ops
+from octavo.backends.row_by_row import reference_ops
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class CpuDevice(Device):
         library, kernels = lib.load(), lib.kernels()
         if library is None or kernels is None:
             log.warning("the CPU kernels are not built (pip install . builds them): running on plain torch, slowly")
+            self.ops = reference_ops()
             torch.set_num_threads(count)
             return
         library.set_threads(count, pin=os.environ.get("OCTAVO_CPU_PIN") == "1")
