@@ -83,7 +83,16 @@ class KVBlocks:
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self.pools = [BlockPool(n) for n in layout.num_blocks]
+        self._unsettled: dict[bytes, list[ChainKeys]] = {}
+        """by their first key, of what is registered but not yet under its keys"""
         self._windows = [(g, s.window) for g, s in enumerate(layout.specs) if isinstance(s, SlidingWindow)]
+        full = [
+            pool for pool, spec in zip(self.pools, layout.specs, strict=True) if not isinstance(spec, SlidingWindow)
+        ]
+        self._head_pool = full[0] if full else None
+        """where nothing of a sequence can be found once its first block is gone; None with windows alone"""
+        if self._head_pool is not None:
+            self._head_pool.on_key_lost = self._forget_unsettled
 
     @property
     def num_blocks(self) -> int:
@@ -176,12 +185,40 @@ class KVBlocks:
         held.full_at = (max(start, end) + REGISTERED_AT_ONCE) * self.layout.page_size
         if start >= end:
             return
+        if start == 0 or self._head_pool is None:
+            self._register_now(held, keys, start, end if self._head_pool is None else 1)
+        if self._head_pool is not None:
+            self._register_later(held, keys, max(1, start), end)
+        held.num_registered = end
+
+    def _register_now(self, held: BlockTables, keys: ChainKeys, start: int, end: int) -> None:
         new = keys.between(start, end)
         for pool, table in zip(self.pools, held.tables, strict=True):
             live = table[start:end]
             freed = live.count(FREED)  # all in front
             pool.register(live[freed:], new[freed:])
-        held.num_registered = end
+
+    def _register_later(self, held: BlockTables, keys: ChainKeys, start: int, end: int) -> None:
+        """Only a prompt with the same first block can find them: then is the time to compute their keys."""
+        if not keys.unsettled and start < end:
+            self._unsettled.setdefault(keys[0], []).append(keys)
+        for group, table in enumerate(held.tables):
+            live = table[start:end]
+            freed = live.count(FREED)
+            if freed < len(live):
+                self.pools[group].register_later(live[freed:], keys, start + freed)
+                keys.unsettled.append((group, live[freed:]))
+
+    def _forget_unsettled(self, first_key: bytes) -> None:
+        """The first block is gone, so that nobody can find the others."""
+        for keys in self._unsettled.pop(first_key, ()):
+            keys.unsettled.clear()
+
+    def _settle(self, first_key: bytes) -> None:
+        for keys in self._unsettled.pop(first_key, ()):
+            for group, blocks in keys.unsettled:
+                self.pools[group].settle(blocks, keys)
+            keys.unsettled.clear()
 
     def find(self, keys: ChainKeys, most: int, elsewhere: Elsewhere = lambda group, key: False) -> Start:
         """The longest start, of at most `most` tokens and in full blocks, that is cached as far as later tokens see.
@@ -189,6 +226,8 @@ class KVBlocks:
         A full-attention group must have every block, a sliding window those in its reach. Holds until the next
         `take`; takes nothing itself.
         """
+        if self._unsettled and most >= self.layout.page_size:
+            self._settle(keys[0])
         windows = dict(self._windows)
         found: list[list[int]] = [[] for _ in self.pools]
         runs = [0] * len(self.pools)

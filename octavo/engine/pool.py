@@ -7,13 +7,16 @@ A block is in exactly one of three states:
     remembered ──share──▶ held                     a prefix was found again
     remembered ──take───▶ held, under no key       the oldest first, when no blank one is left
 
-A held block may be registered under a key once its content is final; from then on nobody may write it.
+A held block may be registered under a key once its content is final; from then on nobody may write it. Mostly nobody
+ever looks for it, so that the key is only computed when somebody might (`settle`), or when the block is given up.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from octavo.engine.prefix import ChainKeys
 
 OnEvict = Callable[[int, bytes], None]
 """(block, key) of a remembered block whose content is about to be given up"""
@@ -28,7 +31,9 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._remembered: OrderedDict[int, None] = OrderedDict()
         self._references = [0] * num_blocks
-        self._key_of: list[bytes | None] = [None] * num_blocks
+        self.on_key_lost: Callable[[bytes], None] | None = None
+        """told the key under which a block could be found that is given up"""
+        self._key_of: list[bytes | tuple[ChainKeys, int] | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -50,11 +55,16 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._remembered.popitem(last=False)
-        key = self._key_of[block]
-        assert key is not None
+        name = self._key_of[block]
+        assert name is not None
         self._key_of[block] = None
-        del self._block_of[key]
-        if self.on_evict is not None:
+        if isinstance(name, bytes):
+            del self._block_of[name]
+            if self.on_key_lost is not None:
+                self.on_key_lost(name)
+            if self.on_evict is not None:
+                self.on_evict(block, name)
+        elif self.on_evict is not None and (key := name[0][name[1]]) not in self._block_of:
             self.on_evict(block, key)
         return block
 
@@ -86,12 +96,35 @@ class BlockPool:
                 assert key_of[block] in (None, key), "a block's content has changed"
                 key_of[block] = key
 
+    def register_later(self, blocks: Iterable[int], keys: ChainKeys, start: int) -> None:
+        """The same under keys from `start` on, which `settle` will ask for."""
+        references, key_of = self._references, self._key_of
+        for index, block in enumerate(blocks, start):
+            assert references[block] > 0, "registered a free block"
+            assert key_of[block] is None, "a block's content has changed"
+            key_of[block] = (keys, index)
+
+    def settle(self, blocks: Sequence[int], keys: ChainKeys) -> None:
+        """Makes those of `blocks` findable that still wait for their key of `keys`."""
+        for block in blocks:
+            name = self._key_of[block]
+            if not isinstance(name, tuple) or name[0] is not keys:
+                continue
+            key = keys[name[1]]
+            if self._block_of.setdefault(key, block) == block:
+                self._key_of[block] = key
+                continue
+            self._key_of[block] = None
+            if block in self._remembered:
+                del self._remembered[block]
+                self._blank.append(block)
+
     def newest(self) -> Iterator[tuple[int, bytes]]:
         """(block, key) of those that only are remembered; what was used last, and of that the beginning, first."""
         for block in reversed(self._remembered):
-            key = self._key_of[block]
-            assert key is not None
-            yield block, key
+            name = self._key_of[block]
+            assert name is not None
+            yield block, name if isinstance(name, bytes) else name[0][name[1]]
 
     def lookup(self, key: bytes) -> int | None:
         return self._block_of.get(key)
@@ -109,7 +142,7 @@ class BlockPool:
         assert all(self._references[b] == counts[b] for b in range(self.num_blocks)), "references differ from tables"
         free = sorted([*self._blank, *self._remembered])
         assert free == [b for b in range(self.num_blocks) if not counts[b]], "free blocks are lost or doubled"
-        named = {key: block for block, key in enumerate(self._key_of) if key is not None}
+        named = {key: block for block, key in enumerate(self._key_of) if isinstance(key, bytes)}
         assert named == self._block_of, "keys and blocks differ"
         assert None not in [self._key_of[block] for block in self._remembered], "a remembered block has no key"
         assert all(self._key_of[block] is None for block in self._blank), "a blank block has a key"

@@ -31,6 +31,8 @@ class ChainKeys:
         self._keys: list[bytes] = []
         self._digest = sha256(root)
         self._num_digested = 0
+        self.unsettled: list[tuple[int, list[int]]] = []
+        """(KV group, blocks) that are to be found under these keys, which nobody has asked for yet"""
 
     def __getitem__(self, index: int) -> bytes:
         """The key of full block `index`, whose tokens must all be known."""

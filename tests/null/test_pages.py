@@ -128,6 +128,34 @@ def test_the_longest_start_is_found_whatever_is_missing(specs):
         assert start.num_tokens == longest * page_size, f"seed {seed}"
 
 
+def test_keys_are_computed_once_somebody_may_ask_for_them():
+    blocks = blocks_of(6)
+    first, other, again = (Tokens(blocks, tokens) for tokens in ([1, 1, 2, 2, 3, 3], [5, 5, 2, 2], [1, 1, 2, 2, 7]))
+    assert first.compute(6)
+    assert len(first.keys._keys) == 1
+    assert blocks.find(other.keys, 4).num_tokens == 0
+    assert len(first.keys._keys) == 1, "another beginning: nothing of it can be found"
+    assert blocks.find(again.keys, 4).num_tokens == 4
+    assert len(first.keys._keys) == 3
+    other.keys.follow(Tokens(blocks, [5, 5]).keys, 2)
+    assert other.compute(4)
+    for sequence in (first, other):
+        blocks.release(sequence.held)
+    last = Tokens(blocks, list(range(50, 62)))
+    assert last.compute(12)
+    assert list(blocks._unsettled) == [last.keys[0]], "what lost its first block is forgotten"
+
+
+def test_keys_taken_over_are_the_same_and_none_is_lost():
+    blocks = blocks_of(1)
+    long, short, fresh = (Tokens(blocks, [1, 2, 3, 4, 5, 6]).keys for _ in range(3))
+    wanted = [fresh[i] for i in range(3)]
+    assert (long[1], short[0]) == (wanted[1], wanted[0])
+    long.follow(short, 2)
+    short.follow(long, 2)
+    assert [short[i] for i in range(3)] == [long[i] for i in range(3)] == wanted
+
+
 def test_two_that_compute_the_same_keep_their_own_blocks():
     blocks = blocks_of(8)
     one, two = Tokens(blocks, [1, 2, 3]), Tokens(blocks, [1, 2, 3])
