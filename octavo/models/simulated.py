@@ -61,8 +61,11 @@ class SimulatedDecoder:
 
 def _attended(meta: AttentionMeta, spec: KVSpec) -> tuple[float, float]:
     """Pairs of a query and a key that it sees, and positions whose keys and values are read, of the whole step."""
-    lens = meta.seq_lens.numpy().astype(float)
-    starts = meta.query_start.numpy()
+    lens, starts = meta.seq_lens.numpy(), meta.query_start.numpy()
+    if starts[-1] == len(lens):  # one query a sequence
+        seen = float((lens.clip(max=spec.window) if isinstance(spec, SlidingWindow) else lens).sum())
+        return seen, seen
+    lens = lens.astype(float)
     queries = starts[1:] - starts[:-1]
     if isinstance(spec, SlidingWindow):
         return float(queries @ lens.clip(max=spec.window)), float(lens.clip(max=spec.window - 1 + queries).sum())
