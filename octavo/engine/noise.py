@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 WEYL = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
+FEW = 4
+"""sequences for which plain numbers are quicker than arrays"""
 SAMPLE = 0
 """purpose: choosing the token at a position"""
 DRAW_SEED = 1
@@ -36,6 +38,9 @@ def noise_stem(seed: int, choice: int, purpose: int = SAMPLE) -> int:
 
 def noise_keys(stems: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """`noise_key` of many sequences: stems [R] and positions [R] to keys [R]."""
+    if len(stems) <= FEW:
+        keys = [_absorb(stem, position) for stem, position in zip(stems.tolist(), positions.tolist(), strict=True)]
+        return np.array(keys, np.uint64)
     h: npt.NDArray[np.uint64] = stems + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(WEYL)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)

@@ -139,17 +139,20 @@ class PenaltyTable:
             counts = torch.cat((counts, self._upload(np.concatenate([d[3] for d in drafted]))))
         if not len(places):
             return None
-        strengths, spans = self._strengths.take(rows, axis=1), np.stack((places, starts, lengths))
+        strengths, spans = self._strengths.take(rows, axis=1), np.concatenate((places, starts, lengths)).reshape(3, -1)
         of_logits, first_places, num_places = self._upload(spans).unbind()
         repetition, frequency, presence = self._upload(strengths).unbind()
         return Penalties(of_logits, first_places, num_places, repetition, frequency, presence, tokens, counts)
 
     def _bring_news(self) -> None:
         count = len(self._new_tokens)
-        if count:
+        if count == 1:  # as in the decoding of a lone sequence, where arrays of one would take longer
+            (place, token), (_, times) = self._new_tokens.popitem(), self._new_counts.popitem()
+            self._tokens[place], self._counts[place] = token, times
+        elif count:
             at = self._upload(np.fromiter(self._new_tokens, np.int64, count))
-            self._tokens[at] = self._upload(np.fromiter(self._new_tokens.values(), np.int32, count))
-            self._counts[at] = self._upload(np.fromiter(self._new_counts.values(), np.float32, count))
+            self._tokens.index_copy_(0, at, self._upload(np.fromiter(self._new_tokens.values(), np.int32, count)))
+            self._counts.index_copy_(0, at, self._upload(np.fromiter(self._new_counts.values(), np.float32, count)))
             self._new_tokens.clear()
             self._new_counts.clear()
 

@@ -97,20 +97,20 @@ class Runner:
         self, chunks: Sequence[Chunk], rows: Indices, hidden: Tensor, last_tokens: Indices
     ) -> list[list[Sampled] | None]:
         """For each chunk with `sample`, what follows it; nothing on other ranks than 0."""
-        sampling = np.flatnonzero(np.fromiter((c.sample for c in chunks), bool, len(chunks)))
+        sampling = np.fromiter((c.sample for c in chunks), bool, len(chunks)).nonzero()[0]
         if not len(sampling):
             return []
         chosen = [chunk for chunk in chunks if chunk.sample]
         places = np.fromiter((c.num_drafts + 1 for c in chosen), np.int64, len(chosen))
         ends = places.cumsum()
-        if ends[-1] < len(hidden):  # else each token is sampled after
+        if ends[-1] < hidden.shape[0]:  # else each token is sampled after
             index = np.arange(ends[-1]) + np.repeat(last_tokens[sampling] + 1 - ends, places)
             hidden = hidden[self._device.upload(torch.from_numpy(index))]
         logits = self._model.logits(hidden)
         if self._rank != 0:
             return []
         sampled = self._sampler.sample(logits, chosen, rows[sampling])
-        usable = self._device.download(hidden.sum(-1, dtype=torch.float32).isfinite()).numpy()
+        usable = np.isfinite(self._device.download(hidden.sum(-1, dtype=torch.float32)).numpy())
         if usable.all():
             return [*sampled]
         return [_numbers(s, u) for s, u in zip(sampled, np.split(usable, ends[:-1]), strict=True)]

@@ -102,7 +102,7 @@ class Sampler:
         """
         row_of, firsts = rows, np.arange(len(rows))
         known = positions = np.fromiter((c.end for c in chunks), np.int64, len(chunks))
-        if len(logits) > len(chunks):
+        if logits.shape[0] > len(chunks):
             places = np.fromiter((c.num_drafts + 1 for c in chunks), np.int64, len(chunks))
             firsts, known = np.cumsum(places) - places, positions - places + 1
             row_of = np.repeat(rows, places)
@@ -187,7 +187,8 @@ class Sampler:
         for i in (constrained | penalized & (drafted | stale)).nonzero()[0].tolist():
             self._follow_one(chunks[i], int(rows[i]), int(firsts[i]), int(num_output[i]), changes)
         self._num_noted[rows] = num_output
-        return np.flatnonzero(penalized & ~drafted)
+        chosen: Indices = (penalized & ~drafted).nonzero()[0]
+        return chosen
 
     def _follow_one(self, chunk: Chunk, row: int, first: int, num_output: int, changes: LogitChanges) -> None:
         split = len(chunk.token_ids) - chunk.num_drafts

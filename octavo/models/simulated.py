@@ -44,7 +44,7 @@ class SimulatedDecoder:
         ]
 
     def forward(self, batch: ForwardBatch, kv: Sequence[KVCache]) -> Tensor:
-        flops = 2 * self._layer_elements * len(batch.token_ids)
+        flops = 2 * self._layer_elements * batch.token_ids.shape[0]
         read_bytes = self._layer_elements * self._itemsize
         for group, meta, token_bytes in zip(self.kv_groups, batch.attention, self._kv_token_bytes, strict=True):
             pairs, positions = _attended(meta, group.spec)
@@ -55,7 +55,7 @@ class SimulatedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, 1] to int64 [R, V], which takes no memory; the time is that of the output matrix."""
-        self._device.compute(2 * self._output_elements * len(hidden), self._output_elements * self._itemsize)
+        self._device.compute(2 * self._output_elements * hidden.shape[0], self._output_elements * self._itemsize)
         return hidden.expand(-1, self._vocab_size)
 
 
