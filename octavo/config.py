@@ -324,6 +324,7 @@ def resolve(args: EngineArgs, facts: ModelFacts) -> EngineConfig:
             limit="a step is planned once the guesses of the one before are judged", fix="leave one of them out",
             param="async_scheduling",
         )  # fmt: skip
+    _check_unused(args)
     max_model_len = facts.context_len if args.max_model_len is None else args.max_model_len
     if max_model_len > facts.context_len:
         raise UsageError(
@@ -411,6 +412,21 @@ def _check_offloading(args: EngineArgs) -> None:
     if limit is not None:
         cause, param = f"--kv-offloading-dir {args.kv_offloading_dir} cannot be used", "kv_offloading_dir"
         raise UsageError(cause, limit=limit, fix=fix, param=param)
+
+
+def _check_unused(args: EngineArgs) -> None:
+    """Raises UsageError for a setting that would have no effect beside the others."""
+    adapters = args.enable_lora or bool(args.lora_modules)
+    for name, needed, there in (
+        ("kv_offloading_dir_size", "only with --kv-offloading-dir", args.kv_offloading_dir is not None),
+        ("max_loras", "only with --enable-lora or --lora-modules", adapters),
+        ("max_lora_rank", "only with --enable-lora or --lora-modules", adapters),
+    ):
+        value = getattr(args, name)
+        if not there and value != EngineArgs.__dataclass_fields__[name].default:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} {value} has no effect", limit=needed, fix="give that too, or leave it out",
+                             param=name)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ _MAGIC = b"octavoKV"
 _HEADER = struct.Struct("<8s32sI32sQ")
 """magic, digest of the fingerprint, KV group, key, bytes of content; 32 bytes of checksum follow"""
 _DIGEST_BYTES = 32
+OVERHEAD_BYTES = _HEADER.size + _DIGEST_BYTES
+"""of a file beside the block that it holds"""
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 """gone, a link, or a socket"""
 _NAME = re.compile(r"[0-9a-f]{40}\.kv")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from octavo.clock import SYSTEM_CLOCK, Clock
 from octavo.config import EngineConfig
 from octavo.engine.adapters import AdapterHost, Adapters
-from octavo.engine.block_folder import BlockFolder, check_folder
+from octavo.engine.block_folder import OVERHEAD_BYTES, BlockFolder, check_folder
 from octavo.engine.disk_tier import DiskTier
 from octavo.engine.intake import Name
 from octavo.engine.links import Links
@@ -334,12 +334,19 @@ class Engine:
         self._ran = False
 
 
-def open_disk(config: EngineConfig, facts: EngineFacts, links: Links) -> DiskTier | None:
-    """Raises UsageError for a folder that cannot be used."""
-    if config.kv_offloading_dir is None:
+def open_disk(config: EngineConfig, executor: Executor, links: Links) -> DiskTier | None:
+    """Raises UsageError for a folder that cannot be used, or that may not hold even one block of each KV group."""
+    if config.kv_offloading_dir is None or executor.host_memory is None:
         return None
+    block_bytes = executor.host_memory.block_bytes
+    least = sum(block_bytes) + OVERHEAD_BYTES * len(block_bytes)
+    if config.kv_offloading_dir_bytes < least:
+        raise UsageError(
+            f"--kv-offloading-dir-size is {config.kv_offloading_dir_bytes} bytes, in which not one KV block of each "
+            "kind fits", limit=f"at least {least} bytes", fix="raise it", param="kv_offloading_dir_size",
+        )  # fmt: skip
     # A draft model's keys and values stand in the same blocks.
-    numerics = f"{facts.fingerprint} {config.speculative_config}"
+    numerics = f"{executor.facts.fingerprint} {config.speculative_config}"
     folder = BlockFolder(config.kv_offloading_dir, config.kv_offloading_dir_bytes, numerics)
     return DiskTier(folder, links.wake)
 
@@ -361,7 +368,7 @@ def run_engine(start_executor: StartExecutor) -> int:
         if config.kv_offloading_dir is not None:
             check_folder(config.kv_offloading_dir)  # the model may take minutes to load
         executor = start_executor(config, directory, links.progress)
-        disk = open_disk(config, executor.facts, links)
+        disk = open_disk(config, executor, links)
         engine = Engine(config, links, executor, disk=disk)
         links.ready(executor.facts, list(engine.adapters.loaded.values()))
         gc.collect()

@@ -125,3 +125,16 @@ def test_sampling_options_are_checked_before_a_model_is_looked_for(name):
     result = octavo("run", "no-such-model", "hi", f"--{name.replace('_', '-')}={value}")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert f"{name} is {value}" in result.stderr, f"OCTAVO_SEED={SEED}"
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ("--kv-offloading-dir-size=4", "only with --kv-offloading-dir"),
+    ("--max-loras=3", "only with --enable-lora"), ("--max-lora-rank=3", "only with --enable-lora"),
+    ('--async-scheduling --speculative-config={"method":"ngram","num_speculative_tokens":3}', "leave one of them out"),
+])  # fmt: skip
+def test_a_setting_without_effect_is_refused(given, said):
+    flags = given.split()
+    with pytest.raises(UsageError, match=said):
+        resolve(parse("m", *flags)[0], ModelFacts("m", 1024, 1000, ()))
+    for alone in flags if len(flags) > 1 else ():
+        resolve(parse("m", alone)[0], ModelFacts("m", 1024, 1000, ()))
