@@ -137,7 +137,7 @@ class Child:
         reader = threading.Thread(target=self._forward, name=f"read-{self.pid}", daemon=True)
         reader.start()
         code = self._process.wait()
-        reader.join(timeout=0.5)  # a grandchild may hold the pipe open for longer
+        reader.join(timeout=2)  # a grandchild may hold the pipe open for longer
         self._on_exit(_status(code), self._last_line)
 
     def _forward(self) -> None:

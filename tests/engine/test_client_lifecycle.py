@@ -12,6 +12,7 @@ import tempfile
 import textwrap
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -443,6 +444,12 @@ def test_too_few_open_files_are_one_line_and_leave_nothing(tmp_path, files):
     assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (0, "", [])
 
 
+def all_stopped(pid: int) -> bool:
+    """Whether every thread has taken in SIGSTOP, which takes a while where others want the CPUs."""
+    states = [task.read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 async def test_what_a_killed_engine_and_client_left_is_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -460,6 +467,7 @@ async def test_what_a_killed_engine_and_client_left_is_swept(tmp_path, monkeypat
     (tmp_path / "octavo-pulse" / "pulse").mkdir()
     async with engine() as living, other_process([SLOW]) as (parent, pid, directory):
         os.kill(pid, signal.SIGSTOP)  # so that it does not see its parent's end
+        await until(lambda: all_stopped(pid))
         parent.kill()
         parent.wait()
         os.kill(pid, signal.SIGKILL)
