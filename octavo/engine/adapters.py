@@ -9,7 +9,7 @@ whatever becomes of their name. What outlives a sequence, such as the prefix cac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import msgspec
 from octavo.errors import InvalidRequest, ModelNotFound, NotSupported
 
 MAX_NAME_CHARACTERS = 256
+MAX_NAMES_SHOWN = 16
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
@@ -111,7 +112,7 @@ class Adapters:
     def unload(self, name: str) -> None:
         """New requests no longer find it; those that run with it end as they would have. Raises ModelNotFound."""
         if name not in self.loaded:
-            raise not_found(name)
+            raise not_found(name, self.loaded)
         self.leaving.add(self.loaded.pop(name).number)
 
     def sweep(self, in_use: Set[int]) -> None:
@@ -124,7 +125,7 @@ class Adapters:
 def find(adapters: Mapping[str, LoadedAdapter], name: str | None) -> LoadedAdapter | None:
     """The adapter of that name; None for the base model. Raises ModelNotFound, in vLLM's words."""
     if name is not None and name not in adapters:
-        raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
+        raise unknown_model(name, tuple(adapters), "Adapters")
     return None if name is None else adapters[name]
 
 
@@ -136,5 +137,17 @@ def already_loaded(name: str) -> InvalidRequest:
     )  # fmt: skip
 
 
-def not_found(name: str) -> ModelNotFound:
-    return ModelNotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+def not_found(name: str, loaded: Iterable[str]) -> ModelNotFound:
+    """In vLLM's words, and what is loaded."""
+    said = f"The lora adapter '{name}' cannot be found. Loaded: {_listed(loaded) or 'none'}."
+    return ModelNotFound(said, param="lora_name")
+
+
+def unknown_model(name: str, known: Iterable[str], what: str = "Served") -> ModelNotFound:
+    """In vLLM's words, and what there is instead."""
+    return ModelNotFound(f"The model `{name}` does not exist. {what}: {_listed(known) or 'none'}.", param="model")
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(itertools.islice(names, MAX_NAMES_SHOWN + 1))
+    return ", ".join(shown[:MAX_NAMES_SHOWN]) + (", …" if len(shown) > MAX_NAMES_SHOWN else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from octavo.backends.names import reads_weights
 from octavo.config import EngineArgs, EngineConfig, resolve
 from octavo.engine.admission import default_params
 from octavo.engine.messages import Progress
-from octavo.errors import BadModelFile, UsageError
+from octavo.errors import BadModelFile, ModelNotFound, UsageError
 from octavo.formats.text_file import as_path, shown, usable
 from octavo.hub.resolve import resolve_model
 from octavo.models.checkpoint import GENERATION_CONFIG, Checkpoint, open_checkpoint
@@ -48,6 +49,7 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
         checkpoint = open_checkpoint(path, weights=reads_weights(args.device))
     checkpoint = _with_generation_config(checkpoint, args.generation_config)
     config = resolve(args, checkpoint.facts())
+    _check_adapter_folders(config)
     check_divisible(checkpoint.spec, config.tensor_parallel_size)
     source = as_path(args.tokenizer, "tokenizer") if args.tokenizer else path
     with usable(args.tokenizer or args.model, "tokenizer"):
@@ -62,6 +64,16 @@ def prepare(args: EngineArgs, on_progress: OnProgress | None) -> LoadedModel:
         listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
         log.info("sampling defaults from %s: %s (--generation-config vllm: none)", GENERATION_CONFIG, listed)
     return LoadedModel(config, tokenizer, _template(args, tokenizer), defaults)
+
+
+def _check_adapter_folders(config: EngineConfig) -> None:
+    """Raises ModelNotFound; what is in the folders is looked at once the model is there."""
+    for name, path in config.lora_modules:
+        if not os.path.isdir(path):
+            raise ModelNotFound(
+                f"--lora-modules {shown(name)}={shown(path)}: no such folder", fix="give the folder that PEFT wrote",
+                param="lora_modules",
+            )  # fmt: skip
 
 
 def check_vocabulary(tokens: int, rows: int, source: Path) -> None:

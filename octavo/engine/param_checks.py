@@ -28,6 +28,13 @@ def at_most(name: str, values: Collection[object], limit: int, unit: str) -> Non
         raise InvalidRequest(f"{name} holds {len(values)} {unit}", limit=f"{limit}", fix=f"shorten {name}", param=name)
 
 
+def holds_within(name: str, values: Collection[object], low: int, high: int, unit: str) -> None:
+    count = len(values)
+    if not low <= count <= high:
+        fix = f"give some, or leave {name} out" if count < low else f"shorten {name}"
+        raise InvalidRequest(f"{name} holds {count} {unit}", limit=f"{low} to {high}", fix=fix, param=name)
+
+
 def known_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)

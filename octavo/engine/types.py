@@ -10,7 +10,15 @@ from typing import Any
 
 import msgspec
 
-from octavo.engine.param_checks import above, at_most, count_of_logprobs, known_tokens, out_of_range, within
+from octavo.engine.param_checks import (
+    above,
+    at_most,
+    count_of_logprobs,
+    holds_within,
+    known_tokens,
+    out_of_range,
+    within,
+)
 from octavo.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 64
@@ -193,7 +201,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if count is not None:
                 count_of_logprobs(name, count, vocab_size, max_logprobs)
         if self.logprob_token_ids is not None:
-            within("logprob_token_ids", len(self.logprob_token_ids), 1, MAX_LOGPROB_TOKEN_IDS, "token ids")
+            holds_within("logprob_token_ids", self.logprob_token_ids, 1, MAX_LOGPROB_TOKEN_IDS, "token ids")
             known_tokens("logprob_token_ids", self.logprob_token_ids, vocab_size)
             if self.logprobs not in (None, len(self.logprob_token_ids)):
                 raise out_of_range("logprobs", self.logprobs, "with logprob_token_ids: none, or as many as these")
@@ -230,7 +238,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             for bias in self.logit_bias.values():
                 within("logit_bias", bias, -100, 100)
         if self.allowed_token_ids is not None:
-            within("allowed_token_ids", len(self.allowed_token_ids), 1, vocab_size, "token ids")
+            holds_within("allowed_token_ids", self.allowed_token_ids, 1, vocab_size, "token ids")
             known_tokens("allowed_token_ids", self.allowed_token_ids, vocab_size)
         at_most("bad_words", self.bad_words, MAX_BAD_WORDS, "words")
         if any(not word for word in self.bad_words):
@@ -254,14 +262,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         plain = SamplingParams()
         for name in WITHOUT_BEAMS:
             if getattr(self, name) != getattr(plain, name):
-                raise out_of_range(name, getattr(self, name), "with use_beam_search: none")
+                raise InvalidRequest(f"{name} does not go with use_beam_search", fix="leave it out", param=name)
 
     def _verify_end(self, vocab_size: int) -> None:
         """When an answer is complete."""
         if self.max_tokens is not None:
             within("max_tokens", self.max_tokens, 1, MAX_COUNT)
         within("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
-        within("stop", len(self.stop), 0, MAX_STOP_STRINGS, "strings")
+        at_most("stop", self.stop, MAX_STOP_STRINGS, "strings")
         if any(not s for s in self.stop):
             raise InvalidRequest("stop holds an empty string", fix="remove it", param="stop")
         if self.stop and not self.detokenize:

@@ -6,13 +6,22 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from octavo.engine.adapters import LoRARequest, already_loaded, not_found
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, NotSupported
 from octavo.server.serving import Serving
 from octavo.wire.requests import LoadAdapterRequest, UnloadAdapterRequest
 
 
 class InvalidUserInput(InvalidRequest):
     kind = "InvalidUserInput"
+
+
+class AdaptersOff(NotSupported):
+    status, kind = 404, "NotFoundError"
+
+
+async def off(serving: Serving, request: Request) -> Response:
+    """In place of the two others without --enable-lora: clients may not name folders to read then."""
+    raise AdaptersOff(f"{request.url.path}: adapters are off", fix="start with --enable-lora")
 
 
 async def load(serving: Serving, request: Request) -> Response:
@@ -30,6 +39,6 @@ async def unload(serving: Serving, request: Request) -> Response:
     if not asked.lora_name:
         raise InvalidUserInput("'lora_name' needs to be provided to unload a LoRA adapter.")
     if asked.lora_name not in serving.llm.adapters:
-        raise not_found(asked.lora_name)
+        raise not_found(asked.lora_name, serving.llm.adapters)
     await serving.llm.remove_lora(asked.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")

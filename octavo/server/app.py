@@ -47,7 +47,7 @@ ADAPTER_POSTS: dict[str, tuple[Handler, type[BaseModel] | None]] = {
     "/v1/load_lora_adapter": (adapters.load, LoadAdapterRequest),
     "/v1/unload_lora_adapter": (adapters.unload, UnloadAdapterRequest),
 }
-"""only with --enable-lora, as they let clients name folders to read"""
+"""without --enable-lora they only say so, as they let clients name folders to read"""
 GETS: dict[str, Handler] = {
     "/v1/models": facts.models,
     "/health": facts.health,
@@ -61,7 +61,9 @@ GETS: dict[str, Handler] = {
 def build_app(serving: Serving, routes: Mapping[str, Handler] | None = None) -> ASGIApp:
     """`routes` are further paths to POST to."""
     app = FastAPI(title="Octavo", version=octavo.__version__, docs_url=None, redoc_url=None)
-    posts = {**POSTS, **(ADAPTER_POSTS if serving.llm.args.enable_lora else {})}
+    posts = {**POSTS, **ADAPTER_POSTS}
+    if not serving.llm.args.enable_lora:
+        posts.update({path: (adapters.off, body) for path, (_, body) in ADAPTER_POSTS.items()})
     for path, (handler, body) in posts.items():
         app.add_api_route(path, _bound(serving, handler), methods=["POST"], openapi_extra=_schema(body))
     for path, handler in (routes or {}).items():

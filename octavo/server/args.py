@@ -152,10 +152,42 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 _DEFAULTS = {f.name: f.default for owner in (EngineArgs, ServerArgs) for f in fields(owner) if f.default is not MISSING}
 
 
+_RANGES = {f.name: f.metadata.get("range") for owner in (EngineArgs, ServerArgs) for f in fields(owner)}
+
+
 class GroupedOption(click.Option):
     """An option that knows under which heading of the help it stands."""
 
     group = "Options"
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Raises UsageError, with flag and range, where click has neither."""
+        try:
+            return super().type_cast_value(ctx, value)
+        except click.BadParameter as error:
+            flag = next(name for name in self.opts if name.startswith("--"))
+            limit, fix = _accepted(self)
+            raise UsageError(f"{flag} {_short(value)} cannot be used", limit=limit, fix=fix, param=self.name) from error
+
+
+def _accepted(option: click.Option) -> tuple[str, str]:
+    """(limit, fix) to tell whoever gave an option a value that its type does not take."""
+    if isinstance(option.type, click.Choice):
+        return ", ".join(option.type.choices), "choose one of these"
+    if option.type is click.BOOL:
+        return "true or false", "choose one of these"
+    bounds = _RANGES.get(option.name or "")
+    between = f", {bounds}" if bounds else ""
+    if option.type is click.INT:
+        return f"a whole number{between}", "give such a number"
+    if option.type is click.FLOAT:
+        return f"a number{between}", "give such a number"
+    return f"a whole number{between}, written such as 4096, 32k (32,000) or 32K (32,768)", "give such a number"
+
+
+def _short(value: object) -> str:
+    shown = str(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}…"
 
 
 def options(owners: Sequence[type], without: Sequence[str] = ()) -> list[click.Parameter]:

@@ -18,8 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 import octavo
-from octavo.config import EngineArgs, ServerArgs
+from octavo.config import GIB, EngineArgs, EngineConfig, ServerArgs
 from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.messages import EngineFacts
 from octavo.errors import EngineDead, OctavoError, UsageError
 from octavo.server.app import Handler, build_app
 from octavo.server.connections import KEEP_ALIVE_S, max_connections, protocol
@@ -202,13 +203,44 @@ async def _first_of(timeout_s: float | None, *events: Coroutine[Any, Any, object
 def _announce(serving: Serving, sock: socket.socket) -> None:
     facts, base = serving.llm.facts, _base_url(*sock.getsockname()[:2])
     model = serving.llm.model_names[0]
-    _say(
-        f"Octavo {octavo.__version__} serves {model} on {facts.device} ({facts.dtype}, {facts.kernels} kernels,"
-        f" context {facts.max_model_len} tokens)\n"
-        f"  chat page  {base}/\n"
+    simulated = facts.device == "sim"
+    if simulated:
+        _say("octavo: warning: --device sim computes nothing: the text of all answers is made up", sys.stderr)
+    how = f"taking the time of {facts.kernels}" if simulated else f"{facts.kernels} kernels"
+    lines = [
+        f"Octavo {octavo.__version__} serves {model} on {facts.device} ({facts.dtype}, {how},"
+        f" context {facts.max_model_len} tokens)",
+        f"  chat page  {base}/",
         f"  try        {example(base, model, keyed=bool(serving.args.api_keys))}",
-        sys.stdout,
-    )
+    ]
+    if extras := unusual(serving.llm.config, facts, len(serving.llm.adapters)):
+        lines.insert(1, f"  with       {', '.join(extras)}")
+    _say("\n".join(lines), sys.stdout)
+
+
+def unusual(config: EngineConfig, facts: EngineFacts, adapters: int) -> list[str]:
+    """What a server does that one without any flags on the CPU does not, in words."""
+    said = []
+    if facts.kv_cache_dtype != facts.dtype:
+        said.append(f"KV cache in {facts.kv_cache_dtype}")
+    if (guesses := config.speculative_config) is not None:
+        said.append(f"{guesses.num_speculative_tokens} tokens guessed ahead by {guesses.method}")
+    if config.kv_offloading_bytes:
+        said.append(f"{config.kv_offloading_bytes / GIB:g} GiB of host memory for KV blocks")
+    if config.kv_offloading_dir is not None:
+        said.append(f"{config.kv_offloading_dir_bytes / GIB:g} GiB for them in {config.kv_offloading_dir}")
+    if not facts.prefix_caching:
+        said.append("no prefix cache")
+    wanted = facts.asynchronous if config.async_scheduling is None else config.async_scheduling
+    if wanted and guesses is None:
+        said.append("overlapped loop")
+    if config.enable_lora:
+        said.append(f"adapters ({adapters} of at most {config.max_loras} loaded)")
+    if config.tensor_parallel_size > 1:
+        said.append(f"{config.tensor_parallel_size} ranks")
+    if config.scheduling_policy != "fcfs":
+        said.append(f"scheduling by {config.scheduling_policy}")
+    return said
 
 
 def _base_url(host: str, port: int) -> str:

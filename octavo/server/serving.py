@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from octavo.config import ServerArgs
+from octavo.engine.adapters import unknown_model
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.outputs import ChoiceDelta
 from octavo.engine.types import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
-from octavo.errors import InvalidRequest, ModelNotFound, Overloaded
+from octavo.errors import InvalidRequest, Overloaded
 from octavo.server.metrics import Metrics
 from octavo.server.middleware import REQUEST_ID
 from octavo.server.stream import merged
@@ -80,7 +81,7 @@ class Serving:
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound, in vLLM's words, for what is neither a model that is served here nor an adapter."""
         if name is not None and name not in self.llm.model_names and name not in self.llm.adapters:
-            raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
+            raise unknown_model(name, (*self.llm.model_names, *self.llm.adapters))
 
     def visible_id(self, request: Request, asked: SamplingFields, prefix: str) -> str:
         given = asked.request_id

@@ -11,7 +11,7 @@ import click
 
 from octavo.config import EngineArgs
 from octavo.errors import UsageError
-from octavo.server.args import collect, options
+from octavo.server.args import GroupedOption, collect, options
 from octavo.tools.command import Command
 from octavo.tools.program import complain, raise_on_interrupt
 from octavo.tools.serve import require_torch
@@ -116,8 +116,8 @@ def _sampling_options() -> list[click.Parameter]:
     made: list[click.Parameter] = []
     for name in SAMPLING:
         kind = int if name in ("max_tokens", "top_k") else float
-        option = click.Option([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name])
-        option.group = "Answer"  # type: ignore[attr-defined]
+        option = GroupedOption([f"--{name.replace('_', '-')}", name], type=kind, help=HELP[name])
+        option.group = "Answer"
         made.append(option)
     return made
 

@@ -54,10 +54,11 @@ def structure_of(asked: SamplingFields) -> dict[str, Any] | None:
 
 
 def structure_names(asked: SamplingFields) -> dict[str, str]:
-    """The client's names for fields of `structured_outputs`."""
+    """The client's names for `structured_outputs` and its fields."""
     if asked.response_format is not None:
-        return {"structured_outputs.json": SCHEMA}
-    return {f"structured_outputs.{v}": k for k, v in GUIDED.items() if getattr(asked, k) is not None}
+        return {"structured_outputs": "response_format", "structured_outputs.json": SCHEMA}
+    guided = {f"structured_outputs.{v}": k for k, v in GUIDED.items() if getattr(asked, k) is not None}
+    return {"structured_outputs": next(iter(guided.values())), **guided} if guided else {}
 
 
 def _of_format(given: Any) -> dict[str, Any] | None:

@@ -65,3 +65,9 @@ def test_what_it_does_not_look_at_is_a_400(server):
         status, answer = server.post("/v1/completions", plain | wrong)
         assert status == 400, (wrong, answer)
         assert "use_beam_search" in answer["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "use_beam_search": True, "n": 2}
+    for name, value in (("guided_choice", ["yes"]), ("response_format", {"type": "json_object"}),
+                        ("presence_penalty", 1), ("structured_outputs", {"regex": "a"})):  # fmt: skip
+        status, answer = server.post("/v1/chat/completions", {**chat, name: value})
+        assert status == 400 and answer["error"]["param"] == name
+        assert answer["error"]["message"] == f"{name} does not go with use_beam_search; fix: leave it out"

@@ -85,7 +85,10 @@ def test_the_life_of_adapters(server, folder):
     assert told[-1] == "[DONE]" and told[-2]["choices"][0]["finish_reason"] == "length"
     assert "".join(e["choices"][0]["text"] for e in told[:-1]).startswith(other), "it kept its weights"
     assert unload(server, "other")[0] == 404
-    assert error_of(unload(server, "other")[1]) == ("NotFoundError", "The lora adapter 'other' cannot be found.")
+    assert error_of(unload(server, "other")[1]) == (
+        "NotFoundError",
+        "The lora adapter 'other' cannot be found. Loaded: start.",
+    )
     assert text_of(server, "smollm2") == base
 
 
@@ -136,8 +139,10 @@ def test_an_engine_that_is_started_again_has_them_again(server, folder):
     assert unload(server, "late")[0] == 200
 
 
-def test_without_enable_lora_there_are_no_such_routes(tmp_path, smollm2_path):
+def test_without_enable_lora_adapters_are_off(tmp_path, smollm2_path):
     with ServerProcess(tmp_path / "log", str(smollm2_path), program=NULL_SERVE) as plain:
         for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            assert plain.call("POST", path, {"lora_name": "a", "lora_path": "/"})[0] == 404
+            status, _, answer = plain.call("POST", path, {"lora_name": "a", "lora_path": "/"})
+            assert status == 404
+            assert json.loads(answer)["error"]["message"] == f"{path}: adapters are off; fix: start with --enable-lora"
         assert "lora_requests_info" not in plain.call("GET", "/metrics")[2].decode()

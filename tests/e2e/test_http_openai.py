@@ -254,7 +254,7 @@ def test_bad_requests_name_parameter_and_limit(server, path, body, param, limit)
 
 
 def test_typed_client_errors(client, messages):
-    with pytest.raises(openai.NotFoundError, match="The model `x` does not exist") as missing:
+    with pytest.raises(openai.NotFoundError, match=r"The model `x` does not exist\. Served: smollm2") as missing:
         client.chat.completions.create(model="x", messages=messages)
     assert (missing.value.param, missing.value.code) == ("model", "404")
     with pytest.raises(openai.BadRequestError, match="tools"):

@@ -70,3 +70,13 @@ def test_errors_speak_the_callers_names():
     assert renamed.param == "max_completion_tokens"
     assert str(renamed) == "max_completion_tokens is 0; limit: 1; fix: set max_completion_tokens within it"
     assert admission.renamed(error, {}) is error
+
+
+@pytest.mark.parametrize(("field", "count"), [
+    ("allowed_token_ids", 0), ("allowed_token_ids", 51), ("logprob_token_ids", 0), ("stop", 65),
+])  # fmt: skip
+def test_what_holds_too_few_or_too_many_is_counted_in_words(field, count):
+    values = ["x"] * count if field == "stop" else [1] * count
+    unit = "strings" if field == "stop" else "token ids"
+    with pytest.raises(InvalidRequest, match=f"^{field} holds {count} {unit}; limit: "):
+        SamplingParams(**{field: values}).verify(50, 20)

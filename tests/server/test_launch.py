@@ -8,11 +8,13 @@ import shlex
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from octavo.config import MAX_PORT, EngineArgs, ModelFacts, ServerArgs, resolve
+from octavo.engine.messages import EngineFacts
 from octavo.errors import UsageError
-from octavo.server.launch import example, serve
+from octavo.server.launch import example, serve, unusual
 from tests.matrix import SEED
 
 RNG = random.Random(f"{SEED}/launch")
@@ -52,3 +54,30 @@ def test_the_printed_line_is_one_that_a_shell_understands(keyed):
     assert json.loads(words[-1])["model"] == model, f"OCTAVO_SEED={SEED}"
     assert ("Authorization: Bearer KEY" in words) == keyed
     assert words[0] == "http://127.0.0.1:1/v1/chat/completions"
+
+
+def test_what_is_unusual_is_named():
+    plain = EngineFacts(1, "cpu", "bfloat16", "avx2", 10, 16, 100, 1, 1, 1.0, "bfloat16", prefix_caching=True)
+    quantized = msgspec.structs.replace(plain, kv_cache_dtype="int8", prefix_caching=False)
+    guesses = {"method": "ngram", "num_speculative_tokens": 3}
+
+    def said(facts, adapters=0, **settings):
+        config = resolve(EngineArgs("m", **settings), ModelFacts("m", 100, 10, ()))
+        return ", ".join(unusual(config, facts, adapters))
+
+    assert said(plain) == ""
+    assert said(quantized) == "KV cache in int8, no prefix cache"
+    tiers = said(plain, kv_offloading_size=1.5, kv_offloading_dir="/x/y", kv_offloading_dir_size=4)
+    assert tiers == "1.5 GiB of host memory for KV blocks, 4 GiB for them in /x/y"
+    assert said(plain, async_scheduling=True) == "overlapped loop"
+    assert said(msgspec.structs.replace(plain, asynchronous=True)) == "overlapped loop"
+    overlapped = msgspec.structs.replace(plain, asynchronous=True)
+    assert said(overlapped, speculative_config=guesses) == "3 tokens guessed ahead by ngram"
+    assert said(plain, 2, enable_lora=True, max_loras=5) == "adapters (2 of at most 5 loaded)"
+
+
+def test_a_folder_of_an_adapter_that_is_not_there_is_refused_before_the_weights(capsys, smollm2_path, tmp_path):
+    modules = (f"foo={tmp_path}/nope",)
+    assert serve(EngineArgs(str(smollm2_path), lora_modules=modules), ServerArgs(port=0)) == 2
+    said = capsys.readouterr().err
+    assert f"--lora-modules foo={tmp_path}/nope: no such folder; fix: give the folder" in said

@@ -74,8 +74,11 @@ def test_shapes_that_are_none(fields, told):
 
 
 def test_names_are_the_callers():
-    assert structure_names(asked(response_format=schema_format())) == {"structured_outputs.json": SCHEMA}
-    assert structure_names(asked(guided_choice=["a"])) == {"structured_outputs.choice": "guided_choice"}
+    whole = "structured_outputs"
+    named = structure_names(asked(response_format=schema_format()))
+    assert named == {whole: "response_format", f"{whole}.json": SCHEMA}
+    named = structure_names(asked(guided_choice=["a"]))
+    assert named == {whole: "guided_choice", f"{whole}.choice": "guided_choice"}
     assert structure_names(asked()) == {}
 
 
