@@ -51,6 +51,8 @@ async def _prompts(serving: Serving, asked: CompletionRequest) -> list[Prompt]:
 
 
 async def _prompt(serving: Serving, asked: CompletionRequest, prompt: str | list[int]) -> Prompt:
+    if asked.use_beam_search and asked.echo and asked.logprobs is not None:
+        raise InvalidRequest("echo with logprobs does not go with use_beam_search", fix="leave one out", param="echo")
     default = serving.llm.default_params.get("max_tokens", DEFAULT_MAX_TOKENS)
     max_tokens = default if asked.max_tokens is None else asked.max_tokens
     params = serving.params(

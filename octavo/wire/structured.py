@@ -58,7 +58,8 @@ def structure_names(asked: SamplingFields) -> dict[str, str]:
     if asked.response_format is not None:
         return {"structured_outputs": "response_format", "structured_outputs.json": SCHEMA}
     guided = {f"structured_outputs.{v}": k for k, v in GUIDED.items() if getattr(asked, k) is not None}
-    return {"structured_outputs": next(iter(guided.values())), **guided} if guided else {}
+    whole = next(iter(guided.values())) if len(guided) == 1 else "guided_*"
+    return {"structured_outputs": whole, **guided} if guided else {}
 
 
 def _of_format(given: Any) -> dict[str, Any] | None:

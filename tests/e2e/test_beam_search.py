@@ -65,6 +65,8 @@ def test_what_it_does_not_look_at_is_a_400(server):
         status, answer = server.post("/v1/completions", plain | wrong)
         assert status == 400, (wrong, answer)
         assert "use_beam_search" in answer["error"]["message"]
+    status, answer = server.post("/v1/completions", plain | {"echo": True, "logprobs": 1})
+    assert (status, answer["error"]["param"]) == (400, "echo"), answer
     chat = {"messages": [{"role": "user", "content": "Hi"}], "use_beam_search": True, "n": 2}
     for name, value in (("guided_choice", ["yes"]), ("response_format", {"type": "json_object"}),
                         ("presence_penalty", 1), ("structured_outputs", {"regex": "a"})):  # fmt: skip

@@ -79,6 +79,7 @@ def test_names_are_the_callers():
     assert named == {whole: "response_format", f"{whole}.json": SCHEMA}
     named = structure_names(asked(guided_choice=["a"]))
     assert named == {whole: "guided_choice", f"{whole}.choice": "guided_choice"}
+    assert structure_names(asked(guided_choice=["a"], guided_regex="a"))[whole] == "guided_*"
     assert structure_names(asked()) == {}
 
 
