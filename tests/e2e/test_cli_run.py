@@ -130,6 +130,7 @@ def test_keys_pressed_during_an_answer_wait_for_the_next_line(command, environme
         assert "xyzzy" in terminal.expect(">>> ") + terminal.expect("xyzzy")
         terminal.send("\n")
         terminal.expect("usage: /set")
+        terminal.expect(">>> ")
         terminal.send("\x04")
         assert terminal.wait() == 0
 
