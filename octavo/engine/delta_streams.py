@@ -53,9 +53,10 @@ async def best_of(stream: Deltas, n: int, with_logprobs: bool) -> Deltas:
                 parts[delta.index].append(delta)
     choices = [joined(parts[index]) for index in sorted(parts)]
     prompt_logprobs = next((c.prompt_logprobs for c in choices if c.prompt_logprobs is not None), None)
+    cached = choices[0].cached_tokens if choices else 0  # the others find what this one computed
     best = sorted(choices, key=_cumulative_logprob, reverse=True)[:n]
     for index, choice in enumerate(best):
-        choice.index, choice.prompt_logprobs = index, None
+        choice.index, choice.prompt_logprobs, choice.cached_tokens = index, None, cached
         choice.logprobs = choice.logprobs if with_logprobs else None
     if best:
         best[0].prompt_logprobs = prompt_logprobs

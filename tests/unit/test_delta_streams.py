@@ -84,3 +84,11 @@ def test_the_best_of_several_choices():
             assert delta.logprobs == (whole.logprobs if shown else None)
         assert given[0].prompt_logprobs == [None, TokenLogprobs([1], [-1.0], 1)]
         assert all(d.prompt_logprobs is None for d in given[1:])
+
+
+def test_the_best_choice_tells_what_of_the_prompt_was_cached_before_the_request():
+    """Not what the choice that came out best found, which the first one had computed."""
+    worse = ChoiceDelta(0, "a", [1], [TokenLogprobs([1], [-5.0], 1)], "stop", cached_tokens=0)
+    better = ChoiceDelta(1, "b", [2], [TokenLogprobs([2], [-1.0], 1)], "stop", cached_tokens=3)
+    (best,) = collected(best_of(played([[worse], [better]]), 1, False))
+    assert [(c.text, c.cached_tokens) for c in best] == [("b", 0)]
