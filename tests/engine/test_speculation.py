@@ -291,7 +291,7 @@ async def test_several_ranks(llama, small_llama, rng):
     """The draft model is whole on rank 0; the others see its guesses in the plans."""
     asked = same_requests(SEED)
     expected = LocalEngine(llama).run(*asked)
-    method = rng.choice(["ngram", "small"])
+    method = rng.choice(["small", "same"])
     config = config_for(llama, tensor_parallel_size=2, threads=1)
     config = replace(config, speculative_config=speculation(method, 3, llama, small_llama))
     client = await EngineClient.start(config)
@@ -301,7 +301,8 @@ async def test_several_ranks(llama, small_llama, rng):
             name = events[0].request_id
             assert tokens_of(events) == tokens_of(expected[name][0]), f"{SAY_SEED}, {method}: {name}"
         assert client.facts.num_speculative_tokens == 3
-        assert 0 < client.stats.accepted_tokens < client.stats.draft_tokens
+        assert client.stats.draft_tokens > 0
+        assert client.stats.accepted_tokens > 0 or method == "small", "a stranger to the model may never be right"
     finally:
         await client.shutdown()
 
