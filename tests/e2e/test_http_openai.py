@@ -187,7 +187,7 @@ BAD = [
     ("top_k", -2, "0 to"), ("min_p", 2, "0 to 1"), ("presence_penalty", 3, "-2 to 2"), ("n", 129, "1 to 128"),
     ("frequency_penalty", -3, "-2 to 2"), ("repetition_penalty", 0, "above 0"), ("n", 0, "1 to 128"),
     ("max_tokens", -1, "1"), ("max_tokens", 3000, "2048"), ("stop", [""], "empty"), ("seed", 1 << 70, "to"),
-    ("stop", ["a"] * 65, "0 to 64"), ("stop_token_ids", [1 << 20], "0 to 49151"), ("tools", [], "tools"),
+    ("stop", ["a"] * 65, "limit: 64"), ("stop_token_ids", [1 << 20], "0 to 49151"), ("tools", [], "tools"),
     ("response_format", {"type": "xml"}, "response_format"), ("use_beam_search", "yes", "boolean"),
     ("length_penalty", 2, "use_beam_search"), ("length_penalty", -11, "-10"),
     ("stream_options", {"include_usage": True}, "stream"), ("model", 3, "string"), ("guided_json", 5, "guided_json"),

