@@ -179,35 +179,32 @@ class LLM:
     def _params_for(self, count: int, params: Params) -> Sequence[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if not (isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params)):
-            raise InvalidRequest(
-                f"sampling_params is {_kind(params)}", limit="SamplingParams, or a list of them",
-                fix="make it with SamplingParams(…)", param="sampling_params",
-            )  # fmt: skip
-        if len(params) != count:
-            raise InvalidRequest(
-                f"there are {count} prompts and {len(params)} sampling_params", limit="one for all or one for each",
-                fix="make the lists equally long", param="sampling_params",
-            )  # fmt: skip
-        return params
+        return _one_for_each(count, params, SamplingParams, "sampling_params")
 
 
 def _adapters_for(count: int, asked: LoRA) -> Sequence[LoRARequest | None]:
-    if asked is None or isinstance(asked, LoRARequest):
+    return [None] * count if asked is None else _one_for_each(count, asked, LoRARequest, "lora_request", may_lack=True)
+
+
+def _one_for_each(count: int, asked: Any, kind: type[T], name: str, may_lack: bool = False) -> Sequence[Any]:
+    """One value for each of `count` prompts, from one for all or a list, in which with `may_lack` None may stand.
+
+    Raises InvalidRequest.
+    """
+    if isinstance(asked, kind):
         return [asked] * count
-    if not (isinstance(asked, (list, tuple)) and all(one is None or isinstance(one, LoRARequest) for one in asked)):
+    listed = isinstance(asked, (list, tuple))
+    if not listed or not all(isinstance(one, kind) or (may_lack and one is None) for one in asked):
         raise InvalidRequest(
-            f"lora_request is {_kind(asked)}", limit="LoRARequest, or a list of them",
-            fix="make it with LoRARequest(…)", param="lora_request",
+            f"{name} is {_kind(asked)}", limit=f"{kind.__name__}, or a list of them",
+            fix=f"make it with {kind.__name__}(…)", param=name,
         )  # fmt: skip
     if len(asked) != count:
         raise InvalidRequest(
-            f"there are {count} prompts and {len(asked)} lora_requests", limit="one for all or one for each",
-            fix="make the lists equally long", param="lora_request",
+            f"there are {count} prompts and {len(asked)} {name.removesuffix('s')}s",
+            limit="one for all or one for each", fix="make the lists equally long", param=name,
         )  # fmt: skip
-    return asked
+    return cast("Sequence[Any]", asked)
 
 
 async def _answer(

@@ -26,8 +26,6 @@ from tests.matrix import FULL, SEED, sample
 from tests.real_models import path_of
 from tests.schemas import random_schema
 
-pytestmark = pytest.mark.skipif(not lib.available(), reason="the promise is that of the kernels")
-
 RNG = random.Random(f"{SEED}/invariance")
 COUNT = 200 if FULL else 12
 VOCAB, PAGE, LONGEST, SEQS = 49152, 16, 1024, 64
