@@ -67,6 +67,7 @@ class Lab:
     """The model, loaded once, and engines around it."""
 
     def __init__(self, kv_cache_dtype: str) -> None:
+        assert lib.available(), "the promise is that of the kernels, which are not built here"
         path = path_of("smollm2")
         checkpoint = open_checkpoint(path)
         args = EngineArgs(
